@@ -1,0 +1,5 @@
+//! The ipset manager.
+
+mod types;
+
+pub use types::*;

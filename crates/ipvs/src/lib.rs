@@ -1,0 +1,5 @@
+//! IPVS generic netlink client.
+
+mod types;
+
+pub use types::*;

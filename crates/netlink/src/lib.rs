@@ -1,0 +1,5 @@
+//! Requests to the kernel.
+
+mod types;
+
+pub use types::{Family, Protocol};

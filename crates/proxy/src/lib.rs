@@ -1,0 +1,3 @@
+//! The pure core.
+
+pub mod model;

@@ -1,1 +1,33 @@
-//! Test support.
+//! What the kernel tests, the traffic tests and the demo stand on.
+//!
+//! * `guest` and `guest-init` (programs): run a command in a guest kernel that has IPVS
+//! * [`netns`]: network namespaces of this process
+//! * [`topology`]: one node, its pods and an outside client, as namespaces
+//! * [`traffic`]: servers that say who asked, clients that say why not
+//!
+//! ```no_run
+//! use tests::topology::Topology;
+//! use tests::traffic::http_get;
+//!
+//! let topology = Topology::new(2);
+//! let _server = topology.serve(1, 8080);
+//! let [pod, _] = tests::topology::pod_addresses(1);
+//! let answer = topology.pod(0).enter(|| http_get((pod, 8080).into())).expect("an answer");
+//! assert_eq!(answer.name, "pod1");
+//! ```
+//!
+//! Everything here panics when the kernel refuses: a test that can't be set up has failed.
+
+pub mod netns;
+pub mod topology;
+pub mod traffic;
+
+use std::path::Path;
+
+/// Panics outside of a guest: kernel tests change what they find, and must not pass by not running.
+pub fn require_guest() {
+    assert!(
+        Path::new("/run/out/argv").exists(),
+        "kernel tests run in a guest kernel only: `hack/test kernel`, or `hack/guest -- PROGRAM`"
+    );
+}

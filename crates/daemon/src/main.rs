@@ -1,2 +1,69 @@
-//! daemon
-fn main() {}
+//! The process: reads the command line, runs the subcommand, gives the exit code.
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use ipvs_proxy::cli::{self, Cli, Command, LogFormat, Plan, Run};
+use ipvs_proxy::{inspect, plan, run};
+
+/// A command line that can't be used.
+const USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let mut arguments = std::env::args_os();
+    let name = arguments.next().unwrap_or_default();
+    if std::path::Path::new(&name).file_name().is_some_and(|name| name == "ipvsadm") {
+        let arguments: Vec<String> =
+            arguments.map(|a| a.to_string_lossy().into_owned()).collect();
+        return inspect::run(&arguments);
+    }
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) if error.exit_code() == 0 => {
+            // Help and version; nobody may be listening.
+            let _ = error.print();
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => {
+            eprintln!("ipvs-proxy: {}", cli::one_line(&error));
+            return ExitCode::from(USAGE);
+        }
+    };
+    match cli.command {
+        Command::Run(flags) => run_command(&flags),
+        Command::Plan(flags) => plan_command(&flags),
+        Command::Ipvsadm { arguments } => inspect::run(&arguments),
+    }
+}
+
+fn run_command(flags: &Run) -> ExitCode {
+    let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_target(false);
+    match flags.log_format {
+        LogFormat::Text => log.with_ansi(false).init(),
+        LogFormat::Json => log.json().flatten_event(true).init(),
+    }
+    match run::run(flags) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn plan_command(flags: &Plan) -> ExitCode {
+    match plan::plan(flags) {
+        Ok(planned) => {
+            for problem in planned.problems {
+                eprintln!("{problem}");
+            }
+            let printed = std::io::stdout().lock().write_all(planned.text.as_bytes());
+            if planned.whole && printed.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
+        Err(error) => {
+            eprintln!("ipvs-proxy: {error}");
+            ExitCode::from(USAGE)
+        }
+    }
+}

@@ -1,1 +1,27 @@
-//! dataplane
+//! Turns the ops of ipvs-proxy-core into kernel calls, and reads the kernel back into the same
+//! words. It decides nothing.
+//!
+//! | module | what it does |
+//! |---|---|
+//! | [`kernel`] | ops → batches for ipset, IPVS, rtnetlink and iptables; dumps → [`State`] |
+//! | [`links`] | the dummy link and the addresses on it |
+//! | [`sysctl`] | the sysctls without which Services do not work |
+//!
+//! Everything here blocks, and belongs to the thread and network namespace that opened it.
+//!
+//! ```no_run
+//! use ipvs_proxy_core::{op::Dataplane, plan::{self, Config}};
+//! use ipvs_proxy_dataplane::kernel::Kernel;
+//! use ipvs_proxy_iptables::Choice;
+//!
+//! let config = Config::default();
+//! let mut kernel = Kernel::open(&config.families, Choice::Auto)?;
+//! println!("{:?}", kernel.read(&plan::base(&config))?);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! [`State`]: ipvs_proxy_core::state::State
+
+pub mod kernel;
+pub mod links;
+pub mod sysctl;

@@ -85,6 +85,31 @@ impl SetType {
         }
     }
 
+    /// The type with this name and family, `None` for one that this crate can't fill.
+    #[must_use]
+    pub fn of(name: &str, family: Option<Family>) -> Option<SetType> {
+        match (name, family) {
+            ("hash:ip", Some(f)) => Some(SetType::HashIp(f)),
+            ("hash:ip,port", Some(f)) => Some(SetType::HashIpPort(f)),
+            ("hash:ip,port,ip", Some(f)) => Some(SetType::HashIpPortIp(f)),
+            ("hash:ip,port,net", Some(f)) => Some(SetType::HashIpPortNet(f)),
+            ("bitmap:port", None) => Some(SetType::BitmapPort),
+            _ => None,
+        }
+    }
+
+    /// The kernel module that has the type, as `modprobe` takes it.
+    #[must_use]
+    pub fn module(self) -> &'static str {
+        match self {
+            SetType::HashIp(_) => "ip_set_hash_ip",
+            SetType::HashIpPort(_) => "ip_set_hash_ipport",
+            SetType::HashIpPortIp(_) => "ip_set_hash_ipportip",
+            SetType::HashIpPortNet(_) => "ip_set_hash_ipportnet",
+            SetType::BitmapPort => "ip_set_bitmap_port",
+        }
+    }
+
     /// The family of its addresses, `None` for a bitmap.
     #[must_use]
     pub fn family(self) -> Option<Family> {
@@ -98,7 +123,91 @@ impl SetType {
     }
 }
 
-/// One member of a set. Its variant must fit the set's type.
+/// A set to create.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SetSpec {
+    /// Its name.
+    pub name: SetName,
+    /// Its type.
+    pub kind: SetType,
+    /// The hash buckets to start with; a full bucket doubles them. No meaning for a bitmap.
+    pub hash_size: u32,
+    /// The most entries that it takes. No meaning for a bitmap.
+    pub max_elements: u32,
+}
+
+impl SetSpec {
+    /// A set with the sizes that `ipset create` takes when it is told none: 1024 buckets, 65536
+    /// entries.
+    #[must_use]
+    pub fn new(name: SetName, kind: SetType) -> SetSpec {
+        SetSpec {
+            name,
+            kind,
+            hash_size: 1024,
+            max_elements: 65536,
+        }
+    }
+}
+
+/// A set as the kernel lists it, ours or not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Set {
+    /// Its name.
+    pub name: SetName,
+    /// Its type, as `ipset list` prints it.
+    pub type_name: String,
+    /// The family of its addresses.
+    pub family: Option<Family>,
+    /// Its type, where a [`SetSpec`] can say it: `None` for other types, for another port range
+    /// and for sets with options such as a timeout or counters.
+    pub kind: Option<SetType>,
+    /// The revision of its type.
+    pub revision: u8,
+    /// The hash buckets now, 0 for a bitmap.
+    pub hash_size: u32,
+    /// The most entries that it takes, 0 for a bitmap.
+    pub max_elements: u32,
+    /// How many rules and other sets use it. While there are any, it can't be destroyed.
+    pub references: u32,
+    /// How many entries it has, where the kernel says so (Linux 4.7 and later).
+    pub entries: Option<u32>,
+}
+
+/// A change to a set.
+///
+/// Adding what is there, removing what is absent, creating a set that exists like that and
+/// destroying one that does not exist are all no errors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Change {
+    /// Creates a set.
+    Create(SetSpec),
+    /// Destroys a set with its entries.
+    Destroy(SetName),
+    /// Removes all entries of a set.
+    Flush(SetName),
+    /// Adds an entry.
+    Add(SetName, Entry),
+    /// Removes an entry.
+    Remove(SetName, Entry),
+}
+
+impl Change {
+    /// The set that changes.
+    #[must_use]
+    pub fn set(&self) -> SetName {
+        match self {
+            Change::Create(spec) => spec.name,
+            Change::Destroy(name)
+            | Change::Flush(name)
+            | Change::Add(name, _)
+            | Change::Remove(name, _) => *name,
+        }
+    }
+}
+
+/// One member of a set. Its variant must fit the set's type: the kernel refuses what misses a
+/// field, but ignores a field too many.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Entry {
     /// Of a `hash:ip`.
@@ -107,7 +216,8 @@ pub enum Entry {
     IpPort(IpAddr, Protocol, u16),
     /// Of a `hash:ip,port,ip`.
     IpPortIp(IpAddr, Protocol, u16, IpAddr),
-    /// Of a `hash:ip,port,net`: address, protocol, port, network address and its prefix length.
+    /// Of a `hash:ip,port,net`: address, protocol, port, network address and its prefix length
+    /// (1 to 32 or 128; the kernel refuses 0). The kernel clears the bits behind the prefix.
     IpPortNet(IpAddr, Protocol, u16, IpAddr, u8),
     /// Of a `bitmap:port`.
     Port(u16),

@@ -1,8 +1,9 @@
 //! What IPVS holds: virtual servers and their real servers, as plain values.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
+use std::time::Duration;
 
 use ipvs_proxy_netlink::{Family, Protocol};
 
@@ -34,6 +35,26 @@ impl VirtualServerKey {
         match self {
             VirtualServerKey::Address { address, .. } => Family::of(*address),
             VirtualServerKey::FirewallMark { family, .. } => *family,
+        }
+    }
+}
+
+/// `10.0.0.1:80/tcp`, `[fd00::1]:53/udp`, `fwmark 7 (IPv4)`.
+impl fmt::Display for VirtualServerKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            VirtualServerKey::Address {
+                address,
+                port,
+                protocol,
+            } => write!(f, "{}/{protocol}", SocketAddr::new(*address, *port)),
+            VirtualServerKey::FirewallMark { mark, family } => {
+                let family = match family {
+                    Family::V4 => "IPv4",
+                    Family::V6 => "IPv6",
+                };
+                write!(f, "fwmark {mark} ({family})")
+            }
         }
     }
 }
@@ -229,6 +250,13 @@ pub struct RealServerKey {
     pub port: u16,
 }
 
+/// `10.1.0.7:8080`, `[fd00::7]:8080`.
+impl fmt::Display for RealServerKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", SocketAddr::new(self.address, self.port))
+    }
+}
+
 /// A real server: `struct ip_vs_dest_user` of `<linux/ip_vs.h>` without its counters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RealServer {
@@ -338,4 +366,25 @@ pub struct RealServerEntry {
     pub inactive_connections: u32,
     /// Persistence templates that point to it.
     pub persistent_connections: u32,
+}
+
+/// How long IPVS keeps a connection without traffic, `struct ip_vs_timeout_user` of
+/// `<linux/ip_vs.h>`; the kernel counts whole seconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timeouts {
+    /// A TCP connection that is established.
+    pub tcp: Duration,
+    /// A TCP connection that is closing.
+    pub tcp_fin: Duration,
+    /// A flow of UDP datagrams.
+    pub udp: Duration,
+}
+
+/// What IPVS says about itself, `struct ip_vs_getinfo` of `<linux/ip_vs.h>`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Info {
+    /// `IP_VS_VERSION_CODE`: 0x010201 for version 1.2.1.
+    pub version: u32,
+    /// Hash buckets in the connection table (module parameter `conn_tab_bits`).
+    pub connection_table_size: u32,
 }

@@ -1,3 +1,45 @@
-//! The pure core.
+//! The pure core of ipvs-proxy: decides what the kernel of a node should hold for given Services,
+//! and which ops lead there. No I/O, no clock, no async, no Kubernetes types.
+//!
+//! ```text
+//! Change → Cluster (last word on each object) → plan (what one Service needs)
+//!        → Planner (what differs, per key) → rounds of Op → a Dataplane → outcomes → commit
+//! ```
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`model`] | what the cluster says, compact |
+//! | [`plan`] | what one Service needs: the one place that says so |
+//! | [`rules`] | the constant iptables rules |
+//! | [`state`] | keys and values: what a kernel holds |
+//! | [`op`] | one change, its outcome, and the [`op::Dataplane`] that carries it out |
+//! | [`planner`] | wanted against applied: pending keys, rounds of ops, drains |
+//! | [`memory`] | a kernel in memory, for tests |
+//!
+//! ```
+//! use std::time::Instant;
+//! use ipvs_proxy_core::{memory::MemoryKernel, op::Dataplane, plan::Config, planner::Planner};
+//!
+//! let mut kernel = MemoryKernel::new();
+//! let mut planner = Planner::new(Config::default());
+//! let now = Instant::now();
+//! loop {
+//!     let ops = planner.next(now);
+//!     if ops.is_empty() {
+//!         break;
+//!     }
+//!     let outcomes = kernel.apply(&ops);
+//!     planner.commit(ops.into_iter().zip(outcomes), now);
+//! }
+//! assert_eq!(kernel.state, planner.desired());
+//! ```
 
+mod cluster;
+mod endpoints;
+pub mod memory;
 pub mod model;
+pub mod op;
+pub mod plan;
+pub mod planner;
+pub mod rules;
+pub mod state;

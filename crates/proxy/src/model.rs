@@ -22,7 +22,10 @@ impl ObjectName {
     /// The name of an object in a namespace.
     #[must_use]
     pub fn new(namespace: &str, name: &str) -> ObjectName {
-        ObjectName { namespace: namespace.into(), name: name.into() }
+        ObjectName {
+            namespace: namespace.into(),
+            name: name.into(),
+        }
     }
 }
 

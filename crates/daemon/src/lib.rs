@@ -1,0 +1,26 @@
+//! The parts of the daemon: what comes in, what is shown, and what runs between them.
+//!
+//! - [`cli`]: the command line
+//! - [`run`] and [`controller`]: the daemon
+//! - [`plan`]: the dry run
+//! - [`translate`]: Kubernetes objects into the words of `ipvs-proxy-core`
+//! - [`manifests`]: objects from files and directories of manifests, watched
+//! - [`inspect`]: the listing and saving of `ipvsadm`
+//!
+//! ```
+//! use ipvs_proxy::manifests::{Format, read_text};
+//! use ipvs_proxy::translate;
+//!
+//! let text = "apiVersion: v1\nkind: Service\nmetadata: {name: web}\nspec:\n  clusterIP: 10.96.0.10\n  ports: [{port: 80}]\n";
+//! let objects = read_text("web.yaml", text, Format::Yaml).expect("a manifest");
+//! let ipvs_proxy::manifests::Object::Service(service) = &objects[0].object else { panic!() };
+//! assert_eq!(translate::service(service).name.to_string(), "default/web");
+//! ```
+
+pub mod cli;
+pub mod controller;
+pub mod inspect;
+pub mod manifests;
+pub mod plan;
+pub mod run;
+pub mod translate;

@@ -1,0 +1,658 @@
+//! Services, EndpointSlices and Nodes from manifests: files and directories of YAML or JSON.
+//!
+//! - [`read_file`] and [`read_text`] read one file: several documents, lists, JSON; other kinds
+//!   are ignored. The first error of a file refuses the file.
+//! - [`Source`] keeps what all files together say, reads what changed, and tells the difference.
+//! - [`watch`] tells when it is worth looking again.
+
+mod source;
+mod watch;
+
+use std::fmt;
+use std::io::Read;
+use std::path::Path;
+
+use k8s_openapi::api::core::v1::{Node, Service};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+
+pub use source::{Problem, Source};
+pub use watch::watch;
+
+use crate::translate::object_name;
+
+/// An object that the proxy reads.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Object {
+    /// A `v1` Service.
+    Service(Box<Service>),
+    /// A `discovery.k8s.io/v1` EndpointSlice.
+    EndpointSlice(Box<EndpointSlice>),
+    /// A `v1` Node.
+    Node(Box<Node>),
+}
+
+impl Object {
+    fn metadata(&self) -> &ObjectMeta {
+        match self {
+            Object::Service(service) => &service.metadata,
+            Object::EndpointSlice(slice) => &slice.metadata,
+            Object::Node(node) => &node.metadata,
+        }
+    }
+}
+
+/// An object and where it was found.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Placed {
+    /// The line on which its document starts, from 1.
+    pub line: usize,
+    /// The object.
+    pub object: Object,
+}
+
+/// How a text is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// YAML, any number of documents.
+    Yaml,
+    /// JSON, any number of values one after the other.
+    Json,
+}
+
+/// Why a file can't be used. Displays as one line:
+/// `app.yaml:12: Service default/app1: spec.ports[0].port: invalid type: string "x", expected i32`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ManifestError {
+    /// The file as it was named; `stdin` for `-`.
+    pub file: String,
+    /// The line, from 1, where the error has one.
+    pub line: Option<usize>,
+    /// Kind, namespace and name of the object, as far as they can be read.
+    pub object: Option<String>,
+    /// The path of the field.
+    pub field: Option<String>,
+    /// What is wrong.
+    pub message: String,
+}
+
+impl fmt::Display for ManifestError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.file)?;
+        if let Some(line) = self.line {
+            write!(f, ":{line}")?;
+        }
+        for part in [&self.object, &self.field].into_iter().flatten() {
+            write!(f, ": {part}")?;
+        }
+        write!(f, ": {}", self.message)
+    }
+}
+
+impl std::error::Error for ManifestError {}
+
+/// Reads a file, or standard input for `-`.
+///
+/// A name that ends in `.json` is JSON; any other text is JSON when it is valid JSON, and YAML
+/// otherwise.
+///
+/// # Errors
+///
+/// The first thing in the file that can't be read; the file counts as a whole.
+pub fn read_file(path: &Path) -> Result<Vec<Placed>, ManifestError> {
+    let stdin = path == Path::new("-");
+    let file = if stdin {
+        "stdin".to_owned()
+    } else {
+        path.display().to_string()
+    };
+    let fail = |line: Option<usize>, message: String| ManifestError {
+        file: file.clone(),
+        line,
+        object: None,
+        field: None,
+        message,
+    };
+    let mut bytes = Vec::new();
+    let read = if stdin {
+        std::io::stdin().lock().read_to_end(&mut bytes).map(|_| ())
+    } else {
+        std::fs::read(path).map(|content| bytes = content)
+    };
+    read.map_err(|error| fail(None, format!("can't be read: {error}")))?;
+    let text = String::from_utf8(bytes).map_err(|error| {
+        let good = error
+            .as_bytes()
+            .get(..error.utf8_error().valid_up_to())
+            .unwrap_or_default();
+        fail(Some(1 + newlines(good)), "is not UTF-8 text".to_owned())
+    })?;
+    let format = if path.extension().is_some_and(|e| e == "json") || is_json(&text) {
+        Format::Json
+    } else {
+        Format::Yaml
+    };
+    read_text(&file, &text, format)
+}
+
+/// Reads a text; `file` is its name in errors. Kinds other than Service, EndpointSlice, Node and
+/// lists of them are ignored.
+///
+/// # Errors
+///
+/// The first thing in the text that can't be read.
+pub fn read_text(file: &str, text: &str, format: Format) -> Result<Vec<Placed>, ManifestError> {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let mut placed = Vec::new();
+    for document in split(text, format) {
+        let line = document.line;
+        let objects = document
+            .and_then_read()
+            .map_err(|fault| fault.in_file(file, line))?;
+        placed.extend(objects.into_iter().map(|object| Placed { line, object }));
+    }
+    Ok(placed)
+}
+
+fn newlines(bytes: &[u8]) -> usize {
+    bytes.iter().filter(|b| **b == b'\n').count()
+}
+
+fn is_json(text: &str) -> bool {
+    text.trim_start().starts_with('{')
+        && split(text, Format::Json)
+            .iter()
+            .all(|document| document.syntax.is_ok())
+}
+
+/// One document of a text.
+struct Document<'a> {
+    /// Its first line in the file, from 1.
+    line: usize,
+    text: &'a str,
+    format: Format,
+    /// The end of a JSON text is known only by parsing it.
+    syntax: Result<(), Fault>,
+}
+
+/// An error within a document; its line counts from the document's first.
+#[derive(Debug, Clone)]
+struct Fault {
+    line: Option<usize>,
+    object: Option<String>,
+    field: Option<String>,
+    message: String,
+}
+
+impl Fault {
+    fn new(field: &str, message: impl Into<String>) -> Fault {
+        let field = Some(field.to_owned()).filter(|field| !field.is_empty());
+        Fault {
+            line: None,
+            object: None,
+            field,
+            message: message.into(),
+        }
+    }
+
+    fn in_file(self, file: &str, first_line: usize) -> ManifestError {
+        ManifestError {
+            file: file.to_owned(),
+            line: Some(first_line + self.line.map_or(0, |line| line.saturating_sub(1))),
+            object: self.object,
+            field: self.field,
+            message: self.message,
+        }
+    }
+}
+
+fn split(text: &str, format: Format) -> Vec<Document<'_>> {
+    match format {
+        Format::Yaml => split_yaml(text),
+        Format::Json => split_json(text),
+    }
+}
+
+/// A line that starts with `---` or `...` is a document marker wherever it stands, also in block
+/// scalars (`c-forbidden` of YAML 1.2), so documents can be told apart without a parser.
+fn split_yaml(text: &str) -> Vec<Document<'_>> {
+    let mut starts = vec![(0, 1)];
+    let mut at = 0;
+    for (number, line) in text.split_inclusive('\n').enumerate() {
+        if is_marker(line, "---") {
+            starts.push((at, number + 1));
+        } else if is_marker(line, "...") {
+            starts.push((at + line.len(), number + 2));
+        }
+        at += line.len();
+    }
+    let ends = starts.iter().skip(1).map(|(at, _)| *at).chain([text.len()]);
+    let parts = starts.iter().zip(ends).filter_map(|((at, line), end)| {
+        let part = text.get(*at..end).filter(|part| has_content(part))?;
+        Some(Document {
+            line: *line,
+            text: part,
+            format: Format::Yaml,
+            syntax: Ok(()),
+        })
+    });
+    parts.collect()
+}
+
+fn is_marker(line: &str, marker: &str) -> bool {
+    line.strip_prefix(marker)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n']))
+}
+
+fn has_content(part: &str) -> bool {
+    part.lines().any(|line| {
+        let line = if is_marker(line, "---") {
+            line.get(3..).unwrap_or_default()
+        } else {
+            line
+        };
+        let start = line.trim_start();
+        !(start.is_empty() || start.starts_with('#') || line.starts_with('%'))
+    })
+}
+
+fn split_json(text: &str) -> Vec<Document<'_>> {
+    let mut documents = Vec::new();
+    let mut values = serde_json::Deserializer::from_str(text).into_iter::<IgnoredAny>();
+    let mut at = 0;
+    let mut line = 1;
+    while let Some(value) = values.next() {
+        let syntax = value.map(|_| ()).map_err(|error| {
+            let mut fault = json_fault(&error);
+            fault.line = fault.line.map(|number| (number + 1).saturating_sub(line));
+            fault
+        });
+        let end = if syntax.is_ok() {
+            values.byte_offset()
+        } else {
+            text.len()
+        };
+        let part = text.get(at..end).unwrap_or_default();
+        let value = part.trim_start();
+        let before = part.len() - value.len();
+        line += newlines(part.as_bytes().get(..before).unwrap_or_default());
+        let failed = syntax.is_err();
+        documents.push(Document {
+            line,
+            text: value,
+            format: Format::Json,
+            syntax,
+        });
+        if failed {
+            break;
+        }
+        line += newlines(value.as_bytes());
+        at = end;
+    }
+    documents
+}
+
+/// What says of which kind an object is.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", expecting = "an object")]
+struct Head {
+    api_version: Option<String>,
+    kind: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct ListHead {
+    items: Option<Vec<Head>>,
+}
+
+/// What names an object; read only to make an error better.
+#[derive(Debug, Default, Deserialize)]
+struct Named {
+    #[serde(default)]
+    metadata: ObjectMeta,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Service,
+    EndpointSlice,
+    Node,
+    /// `kind: List`, or a list of one kind, whose items need not repeat it.
+    List(Option<&'static str>),
+    Ignored,
+}
+
+const CORE: &str = "v1";
+const DISCOVERY: &str = "discovery.k8s.io/v1";
+
+impl Kind {
+    fn of(head: &Head) -> Result<Kind, Fault> {
+        let Some(kind) = head.kind.as_deref() else {
+            return Err(Fault::new(
+                "kind",
+                "is missing; is this a Kubernetes object?",
+            ));
+        };
+        let (version, taken) = match kind {
+            "Service" => (CORE, Kind::Service),
+            "EndpointSlice" => (DISCOVERY, Kind::EndpointSlice),
+            "Node" => (CORE, Kind::Node),
+            "List" => (CORE, Kind::List(None)),
+            "ServiceList" => (CORE, Kind::List(Some("Service"))),
+            "EndpointSliceList" => (DISCOVERY, Kind::List(Some("EndpointSlice"))),
+            "NodeList" => (CORE, Kind::List(Some("Node"))),
+            _ => return Ok(Kind::Ignored),
+        };
+        let group = |version: &str| version.rsplit_once('/').map_or("", |(g, _)| g).to_owned();
+        match head.api_version.as_deref() {
+            Some(found) if found == version => Ok(taken),
+            // Another project's object of the same name, such as a Knative Service.
+            Some(found) if group(found) != group(version) => Ok(Kind::Ignored),
+            Some(found) => {
+                let message = format!("{found:?} of a {kind} is not supported; write {version:?}");
+                Err(Fault::new("apiVersion", message))
+            }
+            None => Err(Fault::new(
+                "apiVersion",
+                format!("is missing; write {version:?}"),
+            )),
+        }
+    }
+
+    fn name(self) -> Option<&'static str> {
+        match self {
+            Kind::Service => Some("Service"),
+            Kind::EndpointSlice => Some("EndpointSlice"),
+            Kind::Node => Some("Node"),
+            Kind::List(_) | Kind::Ignored => None,
+        }
+    }
+}
+
+impl Document<'_> {
+    fn and_then_read(&self) -> Result<Vec<Object>, Fault> {
+        self.syntax.clone()?;
+        let Some(head) = self.parse::<Option<Head>>()? else {
+            return Ok(Vec::new());
+        };
+        let kind = Kind::of(&head)?;
+        let Kind::List(of) = kind else {
+            let object = self
+                .parse_seed(kind)
+                .map_err(|fault| self.named(fault, kind))?;
+            return object
+                .map(|object| checked(object, ""))
+                .transpose()
+                .map(Vec::from_iter);
+        };
+        let heads = self.parse::<ListHead>()?.items.unwrap_or_default();
+        let mut kinds = Vec::with_capacity(heads.len());
+        for (i, mut head) in heads.into_iter().enumerate() {
+            if of.is_some() {
+                head.kind = head.kind.or(of.map(str::to_owned));
+                let listed = if of == Some("EndpointSlice") {
+                    DISCOVERY
+                } else {
+                    CORE
+                };
+                head.api_version = head.api_version.or(Some(listed.to_owned()));
+            }
+            let kind = Kind::of(&head).and_then(|kind| match kind {
+                Kind::List(_) => Err(Fault::new("kind", "is a list within a list")),
+                kind => Ok(kind),
+            });
+            kinds.push(kind.map_err(|fault| fault.within(&item(i)))?);
+        }
+        let objects = self
+            .parse_seed(List(&kinds))
+            .map_err(|fault| self.named_item(fault, &kinds))?;
+        let objects = objects.into_iter().enumerate();
+        objects
+            .filter_map(|(i, o)| o.map(|object| checked(object, &item(i))))
+            .collect()
+    }
+
+    fn parse<'a, T: Deserialize<'a>>(&'a self) -> Result<T, Fault> {
+        self.parse_seed(std::marker::PhantomData)
+    }
+
+    fn parse_seed<'a, S: DeserializeSeed<'a>>(&'a self, seed: S) -> Result<S::Value, Fault> {
+        let mut track = serde_path_to_error::Track::new();
+        let mut fault = match self.format {
+            Format::Yaml => {
+                let parsed = serde_saphyr::with_deserializer_from_str_with_options(
+                    self.text,
+                    yaml_options(),
+                    |de| seed.deserialize(serde_path_to_error::Deserializer::new(de, &mut track)),
+                );
+                match parsed {
+                    Ok(value) => return Ok(value),
+                    Err(error) => yaml_fault(&error),
+                }
+            }
+            Format::Json => {
+                let mut de = serde_json::Deserializer::from_str(self.text);
+                let de = serde_path_to_error::Deserializer::new(&mut de, &mut track);
+                match seed.deserialize(de) {
+                    Ok(value) => return Ok(value),
+                    Err(error) => json_fault(&error),
+                }
+            }
+        };
+        let path = track.path();
+        if path.iter().len() > 0 {
+            fault.field = Some(path.to_string());
+        }
+        Err(fault)
+    }
+
+    /// Adds the name of the object, if it can be read at all.
+    fn named(&self, mut fault: Fault, kind: Kind) -> Fault {
+        let named = self.parse::<Named>().unwrap_or_default();
+        fault.object = kind.name().map(|kind| describe(kind, &named.metadata));
+        fault
+    }
+
+    /// Adds the name of the item that the error is in, and cuts the item from the field.
+    fn named_item(&self, mut fault: Fault, kinds: &[Kind]) -> Fault {
+        #[derive(Default, Deserialize)]
+        struct NamedItems {
+            items: Vec<Named>,
+        }
+        let Some(path) = fault.field.clone() else {
+            return fault;
+        };
+        let Some((index, field)) = path.strip_prefix("items[").and_then(|p| p.split_once("]."))
+        else {
+            return fault;
+        };
+        let Ok(index) = index.parse::<usize>() else {
+            return fault;
+        };
+        let named = self.parse::<NamedItems>().unwrap_or_default();
+        let metadata = named
+            .items
+            .into_iter()
+            .nth(index)
+            .unwrap_or_default()
+            .metadata;
+        if let Some(kind) = kinds.get(index).and_then(|kind| kind.name()) {
+            fault.object = Some(describe(kind, &metadata));
+            fault.field = Some(field.to_owned());
+        }
+        fault
+    }
+}
+
+impl Fault {
+    fn within(mut self, outer: &str) -> Fault {
+        self.field = self.field.map(|field| format!("{outer}{field}"));
+        self
+    }
+}
+
+fn item(index: usize) -> String {
+    format!("items[{index}].")
+}
+
+fn describe(kind: &str, metadata: &ObjectMeta) -> String {
+    match object_name(metadata) {
+        name if name.name.is_empty() => kind.to_owned(),
+        name if kind == "Node" => format!("{kind} {}", name.name),
+        name => format!("{kind} {name}"),
+    }
+}
+
+/// Without a name nothing can be told from anything else.
+fn checked(object: Object, outer: &str) -> Result<Object, Fault> {
+    let kind = match object {
+        Object::Service(_) => "Service",
+        Object::EndpointSlice(_) => "EndpointSlice",
+        Object::Node(_) => "Node",
+    };
+    if object.metadata().name.as_deref().is_none_or(str::is_empty) {
+        let mut fault = Fault::new(&format!("{outer}metadata.name"), "is missing");
+        fault.object = Some(kind.to_owned());
+        return Err(fault);
+    }
+    Ok(object)
+}
+
+fn yaml_fault(error: &serde_saphyr::Error) -> Fault {
+    use serde_saphyr::MessageFormatter as _;
+    let line = error
+        .location()
+        .and_then(|at| usize::try_from(at.line()).ok());
+    let message = serde_saphyr::DefaultMessageFormatter.format_message(error.without_snippet());
+    Fault {
+        line,
+        ..Fault::new("", one_line(&message))
+    }
+}
+
+fn json_fault(error: &serde_json::Error) -> Fault {
+    let text = error.to_string();
+    let message = text
+        .rsplit_once(" at line ")
+        .map_or(text.as_str(), |(message, _)| message);
+    Fault {
+        line: Some(error.line()),
+        ..Fault::new("", one_line(message))
+    }
+}
+
+fn one_line(message: &str) -> String {
+    message.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// A whole cluster may stand in one document, so size is no limit; what a few aliases may blow
+/// up to is, by the default limits on replayed and recorded events.
+fn yaml_options() -> serde_saphyr::Options {
+    serde_saphyr::options! {
+        with_snippet: false,
+        budget: serde_saphyr::budget! {
+            max_events: usize::MAX,
+            max_nodes: usize::MAX,
+            max_total_scalar_bytes: usize::MAX,
+            max_total_comment_bytes: usize::MAX,
+            max_buffered_comment_events: 100_000,
+        },
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Kind {
+    type Value = Option<Object>;
+
+    fn deserialize<D: Deserializer<'de>>(self, de: D) -> Result<Option<Object>, D::Error> {
+        Ok(match self {
+            Kind::Service => Some(Object::Service(Deserialize::deserialize(de)?)),
+            Kind::EndpointSlice => Some(Object::EndpointSlice(Deserialize::deserialize(de)?)),
+            Kind::Node => Some(Object::Node(Deserialize::deserialize(de)?)),
+            Kind::List(_) | Kind::Ignored => {
+                IgnoredAny::deserialize(de)?;
+                None
+            }
+        })
+    }
+}
+
+/// A list whose items have these kinds. Typed at once, so that errors keep their place.
+struct List<'a>(&'a [Kind]);
+
+impl<'de> DeserializeSeed<'de> for List<'_> {
+    type Value = Vec<Option<Object>>;
+
+    fn deserialize<D: Deserializer<'de>>(self, de: D) -> Result<Self::Value, D::Error> {
+        de.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for List<'_> {
+    type Value = Vec<Option<Object>>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of objects")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut objects = Vec::new();
+        while let Some(key) = map.next_key::<String>()? {
+            if key == "items" {
+                objects = map.next_value_seed(Items(self.0))?;
+            } else {
+                map.next_value::<IgnoredAny>()?;
+            }
+        }
+        Ok(objects)
+    }
+}
+
+struct Items<'a>(&'a [Kind]);
+
+impl<'de> DeserializeSeed<'de> for Items<'_> {
+    type Value = Vec<Option<Object>>;
+
+    fn deserialize<D: Deserializer<'de>>(self, de: D) -> Result<Self::Value, D::Error> {
+        // `items: null` is an empty list, as Go writes it.
+        de.deserialize_option(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Items<'_> {
+    type Value = Vec<Option<Object>>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of objects")
+    }
+
+    fn visit_none<E>(self) -> Result<Self::Value, E> {
+        Ok(Vec::new())
+    }
+
+    fn visit_unit<E>(self) -> Result<Self::Value, E> {
+        Ok(Vec::new())
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, de: D) -> Result<Self::Value, D::Error> {
+        de.deserialize_seq(self)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+        let mut objects = Vec::with_capacity(self.0.len());
+        for kind in self.0 {
+            match seq.next_element_seed(*kind)? {
+                Some(object) => objects.push(object),
+                None => break,
+            }
+        }
+        // The kinds were counted on these very items, so none is left; a sequence must be read
+        // to its end all the same.
+        while seq.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(objects)
+    }
+}
+
+#[cfg(test)]
+mod tests;

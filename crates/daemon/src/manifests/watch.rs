@@ -1,0 +1,141 @@
+//! Tells when manifests may have changed.
+
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
+
+/// Editors and kubelet change several names at a time; one look afterwards is enough.
+const SETTLE: Duration = Duration::from_millis(20);
+/// How often it is checked that a watch still watches what its path names.
+const CHECK_MS: u16 = 1000;
+
+/// A directory, and the watch on what its path named last.
+struct Watched {
+    path: PathBuf,
+    on: Option<(WatchDescriptor, Identity)>,
+}
+
+type Identity = (u64, u64);
+
+/// Watches directories, and the directories of files, on a thread of its own (`inotify(7)`). A
+/// message says that something may have changed since the last: time for
+/// [`rescan`](super::Source::rescan).
+///
+/// A directory that is replaced, unmounted, or reached by a symbolic link that was pointed
+/// elsewhere, is watched anew within a second; while a path can't be watched there is a message
+/// each second. Changes behind symbolic links within a directory are not seen, other than by the
+/// swap of `..data` that kubelet does with ConfigMaps. The thread ends some time after the
+/// receiver is dropped.
+///
+/// # Errors
+///
+/// When the kernel gives no inotify instance (`EMFILE`) or the thread can't be started.
+pub fn watch(paths: &[PathBuf]) -> std::io::Result<Receiver<()>> {
+    let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+    let (sender, receiver) = sync_channel(1);
+    let stdin = Path::new("-");
+    let mut watched: Vec<_> = paths
+        .iter()
+        .filter(|p| *p != stdin)
+        .map(|p| Watched {
+            path: directory(p),
+            on: None,
+        })
+        .collect();
+    for entry in &mut watched {
+        entry.check(&inotify);
+    }
+    std::thread::Builder::new()
+        .name("manifests".to_owned())
+        .spawn(move || run(&inotify, &mut watched, &sender))?;
+    Ok(receiver)
+}
+
+/// The directory to watch for a path: itself, or where the file is.
+fn directory(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(parent) if path.is_file() && parent.as_os_str().is_empty() => PathBuf::from("."),
+        Some(parent) if path.is_file() => parent.to_owned(),
+        _ => path.to_owned(),
+    }
+}
+
+fn run(inotify: &Inotify, watched: &mut [Watched], sender: &SyncSender<()>) {
+    loop {
+        let mut fds = [PollFd::new(inotify.as_fd(), PollFlags::POLLIN)];
+        let mut changed = match poll(&mut fds, PollTimeout::from(CHECK_MS)) {
+            Ok(0) | Err(Errno::EINTR) => false,
+            Ok(_) => {
+                std::thread::sleep(SETTLE);
+                drain(inotify, watched)
+            }
+            Err(_) => {
+                // No event will come any more; the check below goes on by the clock.
+                std::thread::sleep(Duration::from_millis(CHECK_MS.into()));
+                true
+            }
+        };
+        for entry in watched.iter_mut() {
+            changed |= entry.check(inotify);
+        }
+        if changed && sender.try_send(()) == Err(TrySendError::Disconnected(())) {
+            return;
+        }
+    }
+}
+
+/// Takes all events; whether there were any.
+fn drain(inotify: &Inotify, watched: &mut [Watched]) -> bool {
+    let mut any = false;
+    while let Ok(events) = inotify.read_events() {
+        any |= !events.is_empty();
+        let gone = events
+            .iter()
+            .filter(|event| event.mask.contains(AddWatchFlags::IN_IGNORED));
+        for event in gone {
+            for entry in watched.iter_mut() {
+                entry.on.take_if(|(descriptor, _)| *descriptor == event.wd);
+            }
+        }
+    }
+    any
+}
+
+impl Watched {
+    /// Makes the watch watch what the path names now. Whether it is worth a look.
+    fn check(&mut self, inotify: &Inotify) -> bool {
+        let now = std::fs::metadata(&self.path)
+            .ok()
+            .map(|m| (m.dev(), m.ino()));
+        match (&self.on, now) {
+            (Some((_, identity)), Some(now)) if *identity == now => return false,
+            (Some((descriptor, _)), _) => {
+                // It may be gone already, which is as good.
+                let _ = inotify.rm_watch(*descriptor);
+                self.on = None;
+            }
+            (None, _) => {}
+        }
+        let events = AddWatchFlags::IN_CLOSE_WRITE
+            | AddWatchFlags::IN_MOVED_TO
+            | AddWatchFlags::IN_MOVED_FROM
+            | AddWatchFlags::IN_CREATE
+            | AddWatchFlags::IN_DELETE
+            | AddWatchFlags::IN_DELETE_SELF
+            | AddWatchFlags::IN_MOVE_SELF
+            | AddWatchFlags::IN_ATTRIB
+            | AddWatchFlags::IN_ONLYDIR;
+        if let Some(now) = now
+            && let Ok(descriptor) = inotify.add_watch(&self.path, events)
+        {
+            self.on = Some((descriptor, now));
+        }
+        true
+    }
+}

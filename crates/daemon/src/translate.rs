@@ -1,0 +1,497 @@
+//! Kubernetes objects into the words of [`ipvs_proxy_core::model`], checked at the door.
+//!
+//! Three things can become of an object or of a part of it: it is taken; it is left out without
+//! a word, because it is not for this proxy (headless, ExternalName, another proxy's); or it is
+//! refused, because it can't be right, with one line that says where and why. A broken part
+//! leaves the rest of its object working.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use ipvs_proxy_core::model;
+use ipvs_proxy_netlink::{Family, Protocol};
+use k8s_openapi::api::core::v1::{Node, Service, ServiceSpec};
+use k8s_openapi::api::discovery::v1::{Endpoint, EndpointPort, EndpointSlice};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+/// A Service with this label belongs to the proxy that the label names.
+const LABEL_PROXY_NAME: &str = "service.kubernetes.io/service-proxy-name";
+/// An EndpointSlice with this label belongs to a headless Service.
+const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
+/// The Service of an EndpointSlice.
+const LABEL_SERVICE_NAME: &str = "kubernetes.io/service-name";
+
+/// `sessionAffinityConfig.clientIP.timeoutSeconds` where an object has none, in seconds.
+const DEFAULT_AFFINITY_S: u32 = 10_800;
+/// The longest timeout of session affinity that the API takes, in seconds.
+const MAX_AFFINITY_S: u32 = 86_400;
+
+/// What became of an object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Translated<T> {
+    /// Its namespace (`default` where it has none) and name.
+    pub name: model::ObjectName,
+    /// The object in our words; `None` when it is left out or refused whole.
+    pub object: Option<T>,
+    /// What of it can't be used.
+    pub refusals: Vec<Refusal>,
+}
+
+/// A value that can't be used. Displays as one line:
+/// `Service default/app1: spec.clusterIP: "10.96.0.300" is not an IP address`.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Refusal {
+    /// Kind, namespace and name: `Service default/app1`.
+    pub object: String,
+    /// The path of the field: `spec.ports[0].port`.
+    pub field: String,
+    /// The value as found, quoted when it is text.
+    pub value: String,
+    /// What is wrong with it and what is allowed; reads on from the value.
+    pub reason: String,
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: {}: {} {}",
+            self.object, self.field, self.value, self.reason
+        )
+    }
+}
+
+/// Namespace and name of an object; an object without a namespace is in `default`.
+#[must_use]
+pub fn object_name(metadata: &ObjectMeta) -> model::ObjectName {
+    let namespace = metadata.namespace.as_deref().filter(|n| !n.is_empty());
+    let name = metadata.name.as_deref().unwrap_or_default();
+    model::ObjectName::new(namespace.unwrap_or("default"), name)
+}
+
+/// A Service. Headless ones, those of type ExternalName and those of another proxy are left out;
+/// one without any usable clusterIP is refused whole.
+#[must_use]
+pub fn service(service: &Service) -> Translated<model::Service> {
+    let name = object_name(&service.metadata);
+    let mut refusals = Refusals::new("Service", &name.to_string());
+    let object = match &service.spec {
+        Some(spec) if is_served(&service.metadata, spec) => {
+            let cluster_ips = cluster_ips(spec, &mut refusals);
+            let ports = service_ports(spec, &mut refusals);
+            let affinity_timeout_s = affinity(spec, &mut refusals);
+            let created = service.metadata.creation_timestamp.as_ref();
+            (!cluster_ips.is_empty()).then(|| model::Service {
+                created: created.map(|time| time.0.as_second()),
+                uid: service.metadata.uid.as_deref().unwrap_or_default().into(),
+                cluster_ips,
+                ports,
+                affinity_timeout_s,
+            })
+        }
+        _ => None,
+    };
+    Translated {
+        name,
+        object,
+        refusals: refusals.list,
+    }
+}
+
+/// An EndpointSlice, as seen from the node `node_name`. Slices that name no Service, those of
+/// headless Services and FQDN slices are left out.
+#[must_use]
+pub fn slice(slice: &EndpointSlice, node_name: &str) -> Translated<model::Slice> {
+    let name = object_name(&slice.metadata);
+    let mut refusals = Refusals::new("EndpointSlice", &name.to_string());
+    let service = label(&slice.metadata, LABEL_SERVICE_NAME).unwrap_or_default();
+    let mut object = None;
+    if !service.is_empty() && label(&slice.metadata, LABEL_HEADLESS).is_none() {
+        let family = match slice.address_type.as_str() {
+            "IPv4" => Some(Family::V4),
+            "IPv6" => Some(Family::V6),
+            "FQDN" => None,
+            other => {
+                refusals.text("addressType", other, "is not IPv4 or IPv6");
+                None
+            }
+        };
+        object = family.map(|family| model::Slice {
+            service: model::ObjectName::new(&name.namespace, service),
+            family,
+            ports: slice_ports(slice.ports.as_deref(), &mut refusals),
+            endpoints: endpoints(&slice.endpoints, family, node_name, &mut refusals),
+        });
+    }
+    Translated {
+        name,
+        object,
+        refusals: refusals.list,
+    }
+}
+
+/// This node: its addresses of the types InternalIP and ExternalIP.
+#[must_use]
+pub fn node(node: &Node) -> Translated<model::Node> {
+    let name = object_name(&node.metadata);
+    let mut refusals = Refusals::new("Node", &name.name);
+    let listed = node
+        .status
+        .as_ref()
+        .and_then(|status| status.addresses.as_deref());
+    let mut addresses = BTreeSet::new();
+    for (i, entry) in listed.unwrap_or_default().iter().enumerate() {
+        if matches!(entry.type_.as_str(), "InternalIP" | "ExternalIP") {
+            let field = || format!("status.addresses[{i}].address");
+            addresses.extend(refusals.address(field, &entry.address));
+        }
+    }
+    Translated {
+        name,
+        object: Some(model::Node { addresses }),
+        refusals: refusals.list,
+    }
+}
+
+/// Reads an address as kube-proxy does (`netutils.ParseIPSloppy` of Kubernetes, Go's parser
+/// before 1.17): IPv4 with leading zeros, which are decimal, and any spelling of IPv6. An
+/// IPv4-mapped IPv6 address is the IPv4 address.
+#[must_use]
+pub fn parse_address(text: &str) -> Option<IpAddr> {
+    if text.contains(':') {
+        return text
+            .parse::<Ipv6Addr>()
+            .ok()
+            .map(|address| address.to_canonical());
+    }
+    let mut octets = [0; 4];
+    let mut parts = text.split('.');
+    for octet in &mut octets {
+        let part = parts.next()?;
+        let digits = !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
+        *octet = digits.then(|| part.parse().ok()).flatten()?;
+    }
+    parts
+        .next()
+        .is_none()
+        .then(|| IpAddr::V4(Ipv4Addr::from(octets)))
+}
+
+/// The refusals of one object, as they are found.
+struct Refusals {
+    object: String,
+    list: Vec<Refusal>,
+}
+
+impl Refusals {
+    fn new(kind: &str, name: &str) -> Refusals {
+        Refusals {
+            object: format!("{kind} {name}"),
+            list: Vec::new(),
+        }
+    }
+
+    fn add(
+        &mut self,
+        field: impl Into<String>,
+        value: impl fmt::Display,
+        reason: impl Into<String>,
+    ) {
+        self.list.push(Refusal {
+            object: self.object.clone(),
+            field: field.into(),
+            value: value.to_string(),
+            reason: reason.into(),
+        });
+    }
+
+    fn text(&mut self, field: impl Into<String>, value: &str, reason: impl Into<String>) {
+        // Quoted and escaped: a value with a line break must not make two lines of one.
+        self.add(field, format_args!("{value:?}"), reason);
+    }
+
+    fn address(&mut self, field: impl FnOnce() -> String, text: &str) -> Option<IpAddr> {
+        let address = parse_address(text);
+        if address.is_none() {
+            self.text(field(), text, "is not an IP address");
+        }
+        address
+    }
+
+    fn port(&mut self, field: impl FnOnce() -> String, number: i32) -> Option<u16> {
+        let port = u16::try_from(number).ok().filter(|port| *port != 0);
+        if port.is_none() {
+            self.add(field(), number, "is not a port (1 to 65535)");
+        }
+        port
+    }
+
+    fn protocol(&mut self, field: impl FnOnce() -> String, text: Option<&str>) -> Option<Protocol> {
+        match text {
+            None | Some("" | "TCP") => Some(Protocol::Tcp),
+            Some("UDP") => Some(Protocol::Udp),
+            Some("SCTP") => Some(Protocol::Sctp),
+            Some(other) => {
+                self.text(field(), other, "is not TCP, UDP or SCTP");
+                None
+            }
+        }
+    }
+}
+
+fn label<'a>(metadata: &'a ObjectMeta, name: &str) -> Option<&'a str> {
+    metadata
+        .labels
+        .as_ref()
+        .and_then(|labels| labels.get(name))
+        .map(String::as_str)
+}
+
+/// Neither another proxy's, nor an alias of a name, nor headless.
+fn is_served(metadata: &ObjectMeta, spec: &ServiceSpec) -> bool {
+    let listed = spec.cluster_ips.as_deref().unwrap_or_default();
+    let first = listed
+        .first()
+        .or(spec.cluster_ip.as_ref())
+        .map_or("", String::as_str);
+    label(metadata, LABEL_PROXY_NAME).is_none()
+        && spec.type_.as_deref() != Some("ExternalName")
+        && !matches!(first, "" | "None")
+        && spec.cluster_ip.as_deref() != Some("None")
+}
+
+fn cluster_ips(spec: &ServiceSpec, refusals: &mut Refusals) -> Vec<IpAddr> {
+    let listed = spec.cluster_ips.as_deref().unwrap_or_default();
+    let texts = if listed.is_empty() {
+        spec.cluster_ip.as_slice()
+    } else {
+        listed
+    };
+    let mut addresses: Vec<IpAddr> = Vec::new();
+    for (i, text) in texts.iter().enumerate() {
+        let field = || match listed {
+            [] => "spec.clusterIP".to_owned(),
+            _ => format!("spec.clusterIPs[{i}]"),
+        };
+        let Some(address) = refusals.address(field, text) else {
+            continue;
+        };
+        if let Some(what) = no_vip(address) {
+            refusals.text(
+                field(),
+                text,
+                format!("is {what}, which can't be a clusterIP"),
+            );
+        } else if addresses
+            .iter()
+            .any(|a| Family::of(*a) == Family::of(address))
+        {
+            refusals.text(
+                field(),
+                text,
+                "is one too many; a Service has one address a family",
+            );
+        } else {
+            addresses.push(address);
+        }
+    }
+    addresses
+}
+
+/// Why an address can't be a VIP: bound to a link it would take traffic that is not a Service's.
+fn no_vip(address: IpAddr) -> Option<&'static str> {
+    if address.is_unspecified() {
+        Some("the unspecified address")
+    } else if address.is_loopback() {
+        Some("a loopback address")
+    } else if address.is_multicast() {
+        Some("a multicast address")
+    } else if address == IpAddr::V4(Ipv4Addr::BROADCAST) {
+        Some("the broadcast address")
+    } else {
+        None
+    }
+}
+
+/// Why an address can't be an endpoint; `ValidateEndpointIP` of Kubernetes.
+fn no_endpoint(address: IpAddr) -> Option<&'static str> {
+    let link_local = match address {
+        IpAddr::V4(address) => address.is_link_local(),
+        IpAddr::V6(address) => address.is_unicast_link_local(),
+    };
+    if link_local {
+        Some("a link-local address")
+    } else {
+        no_vip(address)
+    }
+}
+
+fn service_ports(spec: &ServiceSpec, refusals: &mut Refusals) -> Vec<model::ServicePort> {
+    let with_node_ports = match spec.type_.as_deref() {
+        Some("NodePort" | "LoadBalancer") => true,
+        None | Some("" | "ClusterIP") => false,
+        Some(other) => {
+            let allowed = "is not ClusterIP, NodePort, LoadBalancer or ExternalName; \
+                           it is served as ClusterIP";
+            refusals.text("spec.type", other, allowed);
+            false
+        }
+    };
+    let mut ports: Vec<model::ServicePort> = Vec::new();
+    for (i, entry) in spec.ports.as_deref().unwrap_or_default().iter().enumerate() {
+        let field = |name: &str| format!("spec.ports[{i}].{name}");
+        let name = entry.name.as_deref().unwrap_or_default();
+        let protocol = refusals.protocol(|| field("protocol"), entry.protocol.as_deref());
+        let port = refusals.port(|| field("port"), entry.port);
+        let (Some(protocol), Some(port)) = (protocol, port) else {
+            continue;
+        };
+        let mut others = ports.iter().filter(|other| other.protocol == protocol);
+        if others.clone().any(|other| other.port == port) {
+            let reason = format!("is already a {} port of this Service", upper(protocol));
+            refusals.add(field("port"), port, reason);
+            continue;
+        }
+        // Slices join by name and protocol, so two ports of one name would share endpoints.
+        if others.any(|other| &*other.name == name) {
+            refusals.text(
+                field("name"),
+                name,
+                "is already the name of a port of this Service",
+            );
+            continue;
+        }
+        let node_port = entry
+            .node_port
+            .filter(|number| with_node_ports && *number != 0);
+        let mut node_port = node_port.and_then(|n| refusals.port(|| field("nodePort"), n));
+        let taken = |p: &model::ServicePort| p.protocol == protocol && p.node_port == node_port;
+        if let Some(number) = node_port
+            && ports.iter().any(taken)
+        {
+            let reason = format!("is already a {} nodePort of this Service", upper(protocol));
+            refusals.add(field("nodePort"), number, reason);
+            node_port = None;
+        }
+        ports.push(model::ServicePort {
+            name: name.into(),
+            protocol,
+            port,
+            node_port,
+        });
+    }
+    ports
+}
+
+fn upper(protocol: Protocol) -> String {
+    protocol.to_string().to_uppercase()
+}
+
+fn affinity(spec: &ServiceSpec, refusals: &mut Refusals) -> Option<u32> {
+    match spec.session_affinity.as_deref() {
+        None | Some("" | "None") => return None,
+        Some("ClientIP") => {}
+        Some(other) => {
+            refusals.text("spec.sessionAffinity", other, "is not None or ClientIP");
+            return None;
+        }
+    }
+    let config = spec.session_affinity_config.as_ref();
+    let asked = config
+        .and_then(|c| c.client_ip.as_ref())
+        .and_then(|c| c.timeout_seconds);
+    let Some(asked) = asked else {
+        return Some(DEFAULT_AFFINITY_S);
+    };
+    match u32::try_from(asked) {
+        Ok(timeout_s @ 1..=MAX_AFFINITY_S) => Some(timeout_s),
+        _ => {
+            let field = "spec.sessionAffinityConfig.clientIP.timeoutSeconds";
+            let reason = format!("is not 1 to {MAX_AFFINITY_S}; {DEFAULT_AFFINITY_S} is used");
+            refusals.add(field, asked, reason);
+            Some(DEFAULT_AFFINITY_S)
+        }
+    }
+}
+
+fn slice_ports(ports: Option<&[EndpointPort]>, refusals: &mut Refusals) -> Vec<model::SlicePort> {
+    let Some(ports) = ports else {
+        let reason = "names no ports, so the endpoints of this slice are not used; \
+                      list the ports of the Service";
+        refusals.add("ports", "null", reason);
+        return Vec::new();
+    };
+    let mut taken = Vec::new();
+    for (i, entry) in ports.iter().enumerate() {
+        let field = |name: &str| format!("ports[{i}].{name}");
+        // kube-proxy ignores both; the API server never stores a port without a name.
+        let Some(number) = entry.port.filter(|number| *number != 0) else {
+            continue;
+        };
+        let Some(name) = &entry.name else {
+            let reason = r#"names no port, so this one is not used; write "" for an unnamed port"#;
+            refusals.add(field("name"), "null", reason);
+            continue;
+        };
+        let protocol = refusals.protocol(|| field("protocol"), entry.protocol.as_deref());
+        let port = refusals.port(|| field("port"), number);
+        if let (Some(protocol), Some(port)) = (protocol, port) {
+            taken.push(model::SlicePort {
+                name: name.as_str().into(),
+                protocol,
+                port,
+            });
+        }
+    }
+    taken
+}
+
+fn endpoints(
+    endpoints: &[Endpoint],
+    family: Family,
+    node_name: &str,
+    refusals: &mut Refusals,
+) -> Vec<model::Endpoint> {
+    let mut taken = Vec::new();
+    for (i, endpoint) in endpoints.iter().enumerate() {
+        let field = || format!("endpoints[{i}].addresses[0]");
+        let Some(text) = endpoint.addresses.first() else {
+            refusals.add(
+                format!("endpoints[{i}].addresses"),
+                "[]",
+                "holds no address",
+            );
+            continue;
+        };
+        let Some(address) = refusals.address(field, text) else {
+            continue;
+        };
+        if Family::of(address) != family {
+            let number = if family == Family::V4 { 4 } else { 6 };
+            let reason = format!("is not an IPv{number} address, which this slice holds");
+            refusals.text(field(), text, reason);
+            continue;
+        }
+        if let Some(what) = no_endpoint(address) {
+            refusals.text(
+                field(),
+                text,
+                format!("is {what}, which can't be an endpoint"),
+            );
+            continue;
+        }
+        let conditions = endpoint.conditions.as_ref();
+        taken.push(model::Endpoint {
+            address,
+            ready: conditions.and_then(|c| c.ready).unwrap_or(true),
+            serving: conditions.and_then(|c| c.serving).unwrap_or(true),
+            terminating: conditions.and_then(|c| c.terminating).unwrap_or(false),
+            local: endpoint.node_name.as_deref() == Some(node_name),
+        });
+    }
+    taken
+}
+
+#[cfg(test)]
+mod tests;

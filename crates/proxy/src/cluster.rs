@@ -1,0 +1,73 @@
+//! The cluster's last word on each object, and which Services a change touches.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::model::{ObjectName, Service, Slice};
+
+/// Services and slices as last heard. Slices may come before their Service, and stay after it.
+#[derive(Debug, Default)]
+pub(crate) struct Cluster {
+    services: BTreeMap<ObjectName, Service>,
+    /// Slices by the Service that they belong to, then by their own name.
+    slices: BTreeMap<ObjectName, BTreeMap<ObjectName, Slice>>,
+    /// The Service that each slice belonged to when last heard.
+    owners: BTreeMap<ObjectName, ObjectName>,
+}
+
+impl Cluster {
+    /// Notes a Service; the Services that this touches.
+    pub(crate) fn service(
+        &mut self,
+        name: ObjectName,
+        service: Option<Service>,
+    ) -> BTreeSet<ObjectName> {
+        let changed = match service {
+            Some(service) => {
+                let same = self.services.get(&name) == Some(&service);
+                self.services.insert(name.clone(), service);
+                !same
+            }
+            None => self.services.remove(&name).is_some(),
+        };
+        changed.then_some(name).into_iter().collect()
+    }
+
+    /// Notes a slice; the Services that this touches: two when it moved from one to another.
+    pub(crate) fn slice(&mut self, name: ObjectName, slice: Option<Slice>) -> BTreeSet<ObjectName> {
+        let mut touched = BTreeSet::new();
+        let owner = slice.as_ref().map(|slice| slice.service.clone());
+        if let Some(old) = self.owners.get(&name).cloned()
+            && owner.as_ref() != Some(&old)
+        {
+            self.owners.remove(&name);
+            if let Some(slices) = self.slices.get_mut(&old) {
+                slices.remove(&name);
+                if slices.is_empty() {
+                    self.slices.remove(&old);
+                }
+            }
+            touched.insert(old);
+        }
+        if let (Some(slice), Some(owner)) = (slice, owner) {
+            let known = self.slices.entry(owner.clone()).or_default();
+            if known.get(&name) != Some(&slice) {
+                touched.insert(owner.clone());
+                known.insert(name.clone(), slice);
+                self.owners.insert(name, owner);
+            }
+        }
+        touched
+    }
+
+    pub(crate) fn get(&self, name: &ObjectName) -> Option<&Service> {
+        self.services.get(name)
+    }
+
+    pub(crate) fn slices_of(&self, name: &ObjectName) -> impl Iterator<Item = &Slice> + Clone {
+        self.slices.get(name).into_iter().flat_map(BTreeMap::values)
+    }
+
+    pub(crate) fn services(&self) -> impl Iterator<Item = (&ObjectName, &Service)> {
+        self.services.iter()
+    }
+}

@@ -1,0 +1,151 @@
+//! A kernel in memory: answers as the kernel does, for tests of the pure core. It proves nothing
+//! about a real kernel.
+
+use std::collections::BTreeMap;
+
+use ipset_rs::Entry;
+use ipvs_netlink::{RealServerKey, VirtualServerKey};
+use ipvs_proxy_netlink::Family;
+
+use crate::op::{Dataplane, Failure, FailureKind, Op, Outcome, ReadError};
+use crate::state::{Key, Role, Set, State};
+
+/// A kernel in memory.
+#[derive(Debug, Clone, Default)]
+pub struct MemoryKernel {
+    /// What it holds.
+    pub state: State,
+    /// Connections of real servers, as [`Dataplane::connections`] gives them.
+    pub connections: BTreeMap<(VirtualServerKey, RealServerKey), u64>,
+    /// Every op that it was given, in order.
+    pub log: Vec<Op>,
+    /// Keys whose ops it refuses.
+    pub refuse: BTreeMap<Key, FailureKind>,
+}
+
+impl MemoryKernel {
+    /// An empty kernel.
+    #[must_use]
+    pub fn new() -> MemoryKernel {
+        MemoryKernel::default()
+    }
+
+    /// Where a packet to a VIP and port could reach a socket of the host: an address on the link
+    /// without the rules, without the filter's guard, or let through with no virtual server.
+    #[must_use]
+    pub fn exposed(&self) -> Vec<Key> {
+        let there = |key: Key| self.state.contains_key(&key);
+        let mut exposed = Vec::new();
+        for key in self.state.keys() {
+            let open = match key {
+                Key::Address(address) => {
+                    let family = Family::of(*address);
+                    let guard = Set {
+                        family,
+                        role: Role::IpvsIps,
+                    };
+                    !there(Key::Rules(family)) || !there(Key::Entry(guard, Entry::Ip(*address)))
+                }
+                Key::Entry(
+                    Set {
+                        role: Role::Serving,
+                        ..
+                    },
+                    Entry::IpPort(address, protocol, port),
+                ) => {
+                    there(Key::Address(*address))
+                        && !there(Key::VirtualServer(VirtualServerKey::Address {
+                            address: *address,
+                            port: *port,
+                            protocol: *protocol,
+                        }))
+                }
+                _ => false,
+            };
+            if open {
+                exposed.push(*key);
+            }
+        }
+        exposed
+    }
+
+    /// What must be there before a key can be.
+    fn parent(key: &Key) -> Vec<Key> {
+        match key {
+            Key::Entry(set, _) => vec![Key::Set(*set)],
+            Key::RealServer(vs, _) => vec![Key::VirtualServer(*vs)],
+            Key::Address(_) => vec![Key::Link],
+            Key::Rules(family) => Set::all(*family).map(Key::Set).collect(),
+            Key::Set(_) | Key::Link | Key::VirtualServer(_) => Vec::new(),
+        }
+    }
+
+    fn carry_out(&mut self, op: &Op) -> Outcome {
+        let failed = |kind, text: &str| {
+            Outcome::Failed(Failure {
+                kind,
+                text: text.to_owned(),
+            })
+        };
+        let key = op.key();
+        if let Some(kind) = self.refuse.get(&key) {
+            return failed(*kind, "refused on demand");
+        }
+        if Self::parent(&key)
+            .iter()
+            .any(|parent| !self.state.contains_key(parent))
+        {
+            return match op {
+                Op::Remove(_) => Outcome::Done,
+                _ => failed(FailureKind::Drift, "ESRCH"),
+            };
+        }
+        let there = self.state.contains_key(&key);
+        match op {
+            Op::Add(Key::VirtualServer(_) | Key::RealServer(..), _) if there => {
+                failed(FailureKind::Drift, "EEXIST")
+            }
+            Op::Update(..) if !there => failed(FailureKind::Drift, "ESRCH"),
+            Op::Add(_, value) | Op::Update(_, value) => {
+                self.state.insert(key, value.clone());
+                Outcome::Done
+            }
+            Op::Remove(Key::VirtualServer(vs)) => {
+                self.state.remove(&key);
+                self.state
+                    .retain(|k, _| !matches!(k, Key::RealServer(of, _) if of == vs));
+                Outcome::Done
+            }
+            Op::Remove(_) => {
+                self.state.remove(&key);
+                Outcome::Done
+            }
+        }
+    }
+}
+
+impl Dataplane for MemoryKernel {
+    fn apply(&mut self, ops: &[Op]) -> Vec<Outcome> {
+        self.log.extend_from_slice(ops);
+        ops.iter().map(|op| self.carry_out(op)).collect()
+    }
+
+    fn read(&mut self, wanted: &State) -> Result<State, ReadError> {
+        let mut state = self.state.clone();
+        state.retain(|key, value| !matches!(key, Key::Rules(_)) || wanted.get(key) == Some(value));
+        Ok(state)
+    }
+
+    fn connections(
+        &mut self,
+        of: VirtualServerKey,
+    ) -> Result<BTreeMap<RealServerKey, u64>, ReadError> {
+        let servers = self.state.keys().filter_map(|key| match key {
+            Key::RealServer(vs, rs) if *vs == of => Some(*rs),
+            _ => None,
+        });
+        Ok(servers
+            .map(|rs| (rs, self.connections.get(&(of, rs)).copied().unwrap_or(0)))
+            .collect())
+    }
+}

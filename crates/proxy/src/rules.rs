@@ -1,0 +1,179 @@
+//! The iptables rules of a family. Their number does not depend on the Services: they match sets.
+//!
+//! Names and texts are kube-proxy's where the meaning is. What differs:
+//!
+//! - `nat`: what is not for a local address leaves at the first rule, since every VIP and node
+//!   address is local.
+//! - `filter` INPUT: only new connections to an address on the dummy link are looked at, and they
+//!   pass by [`Role::Serving`], which is filled after a virtual server is there and emptied
+//!   before it goes. kube-proxy lets them pass by KUBE-CLUSTER-IP, which is filled first.
+//! - `filter` FORWARD: the many packets of established connections leave first.
+
+use ipvs_proxy_iptables::{Chain, Jump, Ruleset, Table, TableRules};
+use ipvs_proxy_netlink::Family;
+
+use crate::plan::Config;
+use crate::state::{Role, Set};
+
+/// The packet mark that asks for masquerading: bit 14, kube-proxy's default.
+const MARK: &str = "0x4000";
+
+/// The rules of a family.
+#[must_use]
+pub fn rules(config: &Config, family: Family) -> Ruleset {
+    Ruleset {
+        family,
+        tables: vec![nat(config, family), filter(family)],
+    }
+}
+
+fn nat(config: &Config, family: Family) -> TableRules {
+    let (loop_back, cluster_ip) = (
+        matching(family, Role::LoopBack),
+        matching(family, Role::ClusterIp),
+    );
+    let loopback_net = match family {
+        Family::V4 => "127.0.0.0/8",
+        Family::V6 => "::1/128",
+    };
+    let mut services = vec![
+        "-m addrtype ! --dst-type LOCAL -j RETURN".to_owned(),
+        format!("-s {loopback_net} -j RETURN"),
+    ];
+    let comment = "-m comment --comment \"Kubernetes service cluster ip + port for masquerade \
+                   purpose\"";
+    let networks = config
+        .cluster_cidrs
+        .iter()
+        .filter(|net| Family::of(net.addr()) == family);
+    let pods = networks.map(ipnet::IpNet::trunc).next();
+    services.push(match pods {
+        _ if config.masquerade_all => {
+            format!("{comment} {cluster_ip} dst,dst -j KUBE-MARK-MASQ")
+        }
+        Some(pods) => format!("! -s {pods} {comment} {cluster_ip} dst,dst -j KUBE-MARK-MASQ"),
+        // Only the node itself, which takes the VIP as its source when it goes to a VIP.
+        None => format!("{comment} {cluster_ip} src,dst -j KUBE-MARK-MASQ"),
+    });
+    services.push("-j KUBE-NODE-PORT".to_owned());
+    // A VIP is a local address: keep the port maps of container networks away from it.
+    services.push(format!("{cluster_ip} dst,dst -j ACCEPT"));
+
+    let node_port = |protocol: &str, role, flags: &str, name: &str| {
+        format!(
+            "-p {protocol} -m comment --comment \"Kubernetes nodeport {name} port for masquerade \
+             purpose\" {} {flags} -j KUBE-MARK-MASQ",
+            matching(family, role)
+        )
+    };
+    let random = if config.random_fully {
+        " --random-fully"
+    } else {
+        ""
+    };
+    TableRules {
+        table: Table::Nat,
+        chains: vec![
+            chain("KUBE-SERVICES", services),
+            chain(
+                "KUBE-NODE-PORT",
+                vec![
+                    node_port("tcp", Role::NodePortTcp, "dst", "TCP"),
+                    node_port("udp", Role::NodePortUdp, "dst", "UDP"),
+                    node_port("sctp", Role::NodePortSctp, "dst,dst", "SCTP"),
+                ],
+            ),
+            chain(
+                "KUBE-MARK-MASQ",
+                vec![format!("-j MARK --set-xmark {MARK}/{MARK}")],
+            ),
+            chain(
+                "KUBE-POSTROUTING",
+                vec![
+                    format!(
+                        "-m comment --comment \"Kubernetes endpoints dst ip:port, source ip for \
+                         solving hairpin purpose\" {loop_back} dst,dst,src -j MASQUERADE"
+                    ),
+                    format!("-m mark ! --mark {MARK}/{MARK} -j RETURN"),
+                    format!("-j MARK --set-xmark {MARK}/0x0"),
+                    format!(
+                        "-m comment --comment \"kubernetes service traffic requiring SNAT\" \
+                         -j MASQUERADE{random}"
+                    ),
+                ],
+            ),
+        ],
+        jumps: vec![
+            jump("PREROUTING", "kubernetes service portals", "KUBE-SERVICES"),
+            jump("OUTPUT", "kubernetes service portals", "KUBE-SERVICES"),
+            jump(
+                "POSTROUTING",
+                "kubernetes postrouting rules",
+                "KUBE-POSTROUTING",
+            ),
+        ],
+    }
+}
+
+fn filter(family: Family) -> TableRules {
+    let reject = match family {
+        Family::V4 => "icmp-port-unreachable",
+        Family::V6 => "icmp6-port-unreachable",
+    };
+    let (vips, serving) = (
+        matching(family, Role::IpvsIps),
+        matching(family, Role::Serving),
+    );
+    TableRules {
+        table: Table::Filter,
+        chains: vec![
+            chain(
+                "KUBE-IPVS-FILTER",
+                vec![
+                    format!("{serving} dst,dst -j RETURN"),
+                    format!("-j REJECT --reject-with {reject}"),
+                ],
+            ),
+            chain(
+                "KUBE-FORWARD",
+                vec![
+                    "-m comment --comment \"kubernetes forwarding conntrack rule\" -m conntrack \
+                     --ctstate RELATED,ESTABLISHED -j ACCEPT"
+                        .to_owned(),
+                    format!(
+                        "-m comment --comment \"kubernetes forwarding rules\" -m mark --mark \
+                         {MARK}/{MARK} -j ACCEPT"
+                    ),
+                ],
+            ),
+        ],
+        jumps: vec![
+            Jump {
+                from: "INPUT".to_owned(),
+                rule: format!(
+                    "-m comment --comment \"kubernetes ipvs access filter\" -m conntrack \
+                     --ctstate NEW {vips} dst -j KUBE-IPVS-FILTER"
+                ),
+            },
+            jump("FORWARD", "kubernetes forwarding rules", "KUBE-FORWARD"),
+        ],
+    }
+}
+
+fn matching(family: Family, role: Role) -> String {
+    format!("-m set --match-set {}", Set { family, role }.name())
+}
+
+fn chain(name: &str, rules: Vec<String>) -> Chain {
+    Chain {
+        name: name.to_owned(),
+        rules,
+    }
+}
+
+fn jump(from: &str, comment: &str, to: &str) -> Jump {
+    Jump {
+        from: from.to_owned(),
+        rule: format!("-m comment --comment \"{comment}\" -j {to}"),
+    }
+}

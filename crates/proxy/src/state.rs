@@ -1,0 +1,220 @@
+//! What a kernel holds: the same words for what is wanted, what was applied and what was read.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+
+use ipset_rs::{Entry, SetName, SetType};
+use ipvs_netlink::{Forwarding, RealServer, RealServerKey, VirtualServer, VirtualServerKey};
+use ipvs_proxy_iptables::Ruleset;
+use ipvs_proxy_netlink::Family;
+
+/// The dummy link that holds the VIPs.
+pub const LINK: &str = "kube-ipvs0";
+
+/// A role that a set plays. All but the last two are kube-proxy's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Role {
+    /// Endpoints of this node, for a pod that reaches itself through its own Service.
+    LoopBack,
+    /// ClusterIP and port of each Service.
+    ClusterIp,
+    /// External addresses, masqueraded.
+    ExternalIp,
+    /// External addresses whose clients are kept.
+    ExternalIpLocal,
+    /// Load balancer addresses.
+    LoadBalancer,
+    /// Load balancer addresses whose clients are kept.
+    LoadBalancerLocal,
+    /// Load balancer addresses with source ranges.
+    LoadBalancerFw,
+    /// The source ranges.
+    LoadBalancerSourceCidr,
+    /// Load balancer addresses that this node itself may reach.
+    LoadBalancerSourceIp,
+    /// TCP node ports.
+    NodePortTcp,
+    /// TCP node ports whose clients are kept.
+    NodePortLocalTcp,
+    /// UDP node ports.
+    NodePortUdp,
+    /// UDP node ports whose clients are kept.
+    NodePortLocalUdp,
+    /// SCTP node ports, by node address.
+    NodePortSctp,
+    /// SCTP node ports whose clients are kept.
+    NodePortLocalSctp,
+    /// Health check node ports.
+    HealthCheckNodePort,
+    /// The VIPs on the dummy link: what the filter guards.
+    IpvsIps,
+    /// Ours, not kube-proxy's: virtual servers on addresses that are not on the dummy link, so
+    /// that they are known as ours after a crash.
+    Owned,
+    /// Ours, not kube-proxy's: VIP and port that a virtual server serves now. It is what the
+    /// filter lets pass: filled last, emptied first, so that no VIP and port ever reaches a
+    /// socket of the host.
+    Serving,
+}
+
+const ROLES: [(Role, &str); 19] = [
+    (Role::LoopBack, "LOOP-BACK"),
+    (Role::ClusterIp, "CLUSTER-IP"),
+    (Role::ExternalIp, "EXTERNAL-IP"),
+    (Role::ExternalIpLocal, "EXTERNAL-IP-LOCAL"),
+    (Role::LoadBalancer, "LOAD-BALANCER"),
+    (Role::LoadBalancerLocal, "LOAD-BALANCER-LOCAL"),
+    (Role::LoadBalancerFw, "LOAD-BALANCER-FW"),
+    (Role::LoadBalancerSourceCidr, "LOAD-BALANCER-SOURCE-CIDR"),
+    (Role::LoadBalancerSourceIp, "LOAD-BALANCER-SOURCE-IP"),
+    (Role::NodePortTcp, "NODE-PORT-TCP"),
+    (Role::NodePortLocalTcp, "NODE-PORT-LOCAL-TCP"),
+    (Role::NodePortUdp, "NODE-PORT-UDP"),
+    (Role::NodePortLocalUdp, "NODE-PORT-LOCAL-UDP"),
+    (Role::NodePortSctp, "NODE-PORT-SCTP-HASH"),
+    (Role::NodePortLocalSctp, "NODE-PORT-LOCAL-SCTP-HASH"),
+    (Role::HealthCheckNodePort, "HEALTH-CHECK-NODE-PORT"),
+    (Role::IpvsIps, "IPVS-IPS"),
+    (Role::Owned, "IPVS-OWNED"),
+    (Role::Serving, "IPVS-SERVING"),
+];
+
+/// A set of ours: a role in one family.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Set {
+    /// The family of its addresses, also of a bitmap of ports.
+    pub family: Family,
+    /// What it is for.
+    pub role: Role,
+}
+
+impl Set {
+    /// Every set of a family.
+    pub fn all(family: Family) -> impl Iterator<Item = Set> {
+        ROLES.iter().map(move |(role, _)| Set {
+            family,
+            role: *role,
+        })
+    }
+
+    /// Its name in the kernel: `KUBE-CLUSTER-IP`, and `KUBE-6-CLUSTER-IP` for IPv6, cut to the
+    /// kernel's 31 characters as kube-proxy cuts it.
+    ///
+    /// # Panics
+    /// Never: all names are constants that fit.
+    #[must_use]
+    pub fn name(self) -> SetName {
+        let role = ROLES
+            .iter()
+            .find(|(role, _)| *role == self.role)
+            .map_or("", |(_, name)| name);
+        let prefix = match self.family {
+            Family::V4 => "KUBE-",
+            Family::V6 => "KUBE-6-",
+        };
+        let full: String = prefix.chars().chain(role.chars()).take(31).collect();
+        full.parse()
+            .expect("the constants above are valid set names")
+    }
+
+    /// Its type in the kernel.
+    #[must_use]
+    pub fn kind(self) -> SetType {
+        match self.role {
+            Role::LoopBack | Role::LoadBalancerSourceIp => SetType::HashIpPortIp(self.family),
+            Role::LoadBalancerSourceCidr => SetType::HashIpPortNet(self.family),
+            Role::IpvsIps => SetType::HashIp(self.family),
+            Role::NodePortTcp
+            | Role::NodePortLocalTcp
+            | Role::NodePortUdp
+            | Role::NodePortLocalUdp
+            | Role::HealthCheckNodePort => SetType::BitmapPort,
+            _ => SetType::HashIpPort(self.family),
+        }
+    }
+}
+
+/// What names one thing in the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Key {
+    /// A set of ours.
+    Set(Set),
+    /// The constant iptables rules of a family.
+    Rules(Family),
+    /// The dummy link.
+    Link,
+    /// A member of a set of ours.
+    Entry(Set, Entry),
+    /// A virtual server.
+    VirtualServer(VirtualServerKey),
+    /// A real server of a virtual server.
+    RealServer(VirtualServerKey, RealServerKey),
+    /// An address on the dummy link.
+    Address(IpAddr),
+}
+
+/// The key in the words of the tools that show it.
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Key::Set(set) => write!(f, "set {}", set.name()),
+            Key::Rules(Family::V4) => f.write_str("iptables rules"),
+            Key::Rules(Family::V6) => f.write_str("ip6tables rules"),
+            Key::Link => write!(f, "link {LINK}"),
+            Key::Entry(set, entry) => write!(f, "entry {entry} of set {}", set.name()),
+            Key::VirtualServer(vs) => write!(f, "virtual server {vs}"),
+            Key::RealServer(vs, rs) => write!(f, "real server {rs} of {vs}"),
+            Key::Address(address) => write!(f, "address {address} on {LINK}"),
+        }
+    }
+}
+
+/// What there is to say about a key besides that it is there. Compared whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Value {
+    /// It is there: sets, entries, the link, addresses.
+    Present,
+    /// The rules of a family.
+    Rules(Box<Ruleset>),
+    /// The virtual server.
+    VirtualServer(Box<VirtualServer>),
+    /// A real server as this proxy makes them, masqueraded and without thresholds: its weight.
+    RealServer(u32),
+    /// A real server that was made otherwise by other hands.
+    OddRealServer(Box<RealServer>),
+}
+
+impl Value {
+    /// The value of a real server that the kernel holds.
+    #[must_use]
+    pub fn of_real_server(server: &RealServer) -> Value {
+        match (
+            server.forwarding,
+            server.upper_threshold,
+            server.lower_threshold,
+        ) {
+            (Forwarding::Masquerade, 0, 0) => Value::RealServer(server.weight),
+            _ => Value::OddRealServer(Box::new(*server)),
+        }
+    }
+
+    /// The real server that this value stands for, `None` for other kinds of value.
+    #[must_use]
+    pub fn real_server(&self, key: RealServerKey) -> Option<RealServer> {
+        match self {
+            Value::RealServer(weight) => Some(RealServer {
+                key,
+                forwarding: Forwarding::Masquerade,
+                weight: *weight,
+                upper_threshold: 0,
+                lower_threshold: 0,
+            }),
+            Value::OddRealServer(server) => Some(**server),
+            _ => None,
+        }
+    }
+}
+
+/// What a kernel holds, or should hold, of ours.
+pub type State = BTreeMap<Key, Value>;

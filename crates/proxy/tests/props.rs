@@ -1,0 +1,480 @@
+//! Random histories of a small cluster against the kernel in memory.
+//!
+//! Whatever the order of changes, failures and restarts: the end is the plan from scratch, what
+//! was there all along was never taken away, parents come before children, and no VIP ever
+//! reaches a socket of the host, not even between two ops.
+
+#![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a test")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use ipvs_netlink::Scheduler;
+use ipvs_proxy_core::memory::MemoryKernel;
+use ipvs_proxy_core::model::{
+    Change, Endpoint, Node, ObjectName, Service, ServicePort, Slice, SlicePort,
+};
+use ipvs_proxy_core::op::{Dataplane, FailureKind, Op, Outcome};
+use ipvs_proxy_core::plan::Config;
+use ipvs_proxy_core::planner::Planner;
+use ipvs_proxy_core::state::{Key, State, Value as KernelValue};
+use ipvs_proxy_netlink::{Family, Protocol};
+use proptest::prelude::*;
+
+#[derive(Debug, Clone)]
+enum Step {
+    Change(Change),
+    /// Let the planner work until it has nothing to do.
+    Settle,
+    /// Let it work for one round only.
+    Round,
+    /// From now on refuse ops on the nth key of the wanted state.
+    Refuse(usize, FailureKind),
+    /// Refuse nothing any more.
+    Forgive,
+    /// A new process reads the kernel.
+    Restart,
+    /// Connections of every real server.
+    Connections(u64),
+    /// Somebody takes away the nth thing that the kernel holds, and it is noticed.
+    Tamper(usize),
+}
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn protocol() -> impl Strategy<Value = Protocol> {
+    prop_oneof![
+        Just(Protocol::Tcp),
+        Just(Protocol::Udp),
+        Just(Protocol::Sctp)
+    ]
+}
+
+fn service(index: usize) -> impl Strategy<Value = Service> {
+    let port = (
+        0..2_usize,
+        protocol(),
+        80..82_u16,
+        prop::option::of(30000..30003_u16),
+    );
+    (
+        prop::collection::vec(port, 1..3),
+        // ClusterIPs clash on purpose: two Services may claim one.
+        (index..index + 2, prop::bool::ANY),
+        prop::option::of(Just(10800)),
+        prop::option::of(0..3_i64),
+    )
+        .prop_map(
+            move |(ports, (address, dual), affinity_timeout_s, created)| {
+                let mut cluster_ips = vec![ip(&format!("10.96.0.{address}"))];
+                if dual {
+                    cluster_ips.push(ip(&format!("fd96::{address}")));
+                }
+                let ports =
+                    ports
+                        .into_iter()
+                        .map(|(name, protocol, port, node_port)| ServicePort {
+                            name: format!("p{name}").into(),
+                            protocol,
+                            port,
+                            node_port,
+                        });
+                Service {
+                    created,
+                    uid: "".into(),
+                    cluster_ips,
+                    ports: ports.collect(),
+                    affinity_timeout_s,
+                }
+            },
+        )
+}
+
+fn name(index: usize) -> ObjectName {
+    match index {
+        0 => ObjectName::new("default", "kubernetes"),
+        _ => ObjectName::new("ns", &format!("svc{index}")),
+    }
+}
+
+fn slice() -> impl Strategy<Value = Slice> {
+    let endpoint = (
+        1..5_u8,
+        prop::bool::ANY,
+        prop::bool::ANY,
+        prop::bool::ANY,
+        prop::bool::ANY,
+    );
+    let port = (0..2_usize, protocol(), 8080..8082_u16);
+    (
+        0..4_usize,
+        prop::bool::ANY,
+        prop::collection::vec(port, 0..4),
+        prop::collection::vec(endpoint, 0..4),
+    )
+        .prop_map(|(owner, v6, ports, endpoints)| Slice {
+            service: name(owner),
+            family: if v6 { Family::V6 } else { Family::V4 },
+            ports: ports
+                .into_iter()
+                .map(|(name, protocol, port)| SlicePort {
+                    name: format!("p{name}").into(),
+                    protocol,
+                    port,
+                })
+                .collect(),
+            endpoints: endpoints
+                .into_iter()
+                .map(|(last, ready, serving, terminating, local)| Endpoint {
+                    address: ip(&if v6 {
+                        format!("fd44::{last}")
+                    } else {
+                        format!("10.0.0.{last}")
+                    }),
+                    ready,
+                    serving,
+                    terminating,
+                    local,
+                })
+                .collect(),
+        })
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    let node = prop::collection::btree_set(1..4_u8, 0..3).prop_map(|lasts| {
+        let addresses = lasts
+            .into_iter()
+            .map(|last| ip(&format!("192.168.0.{last}")))
+            .collect();
+        Change::Node(Node { addresses })
+    });
+    prop_oneof![
+        6 => (0..4_usize).prop_flat_map(|i| prop::option::weighted(0.8, service(i))
+            .prop_map(move |s| Change::Service(name(i), s))),
+        6 => (0..5_usize, prop::option::weighted(0.8, slice()))
+            .prop_map(|(i, s)| Change::Slice(ObjectName::new("ns", &format!("slice{i}")), s)),
+        1 => node,
+    ]
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let kind = prop_oneof![
+        Just(FailureKind::Busy),
+        Just(FailureKind::Refused),
+        Just(FailureKind::Unknown),
+    ];
+    let step = prop_oneof![
+        10 => change().prop_map(Step::Change),
+        6 => Just(Step::Settle),
+        3 => Just(Step::Round),
+        1 => (0..400_usize, kind).prop_map(|(n, kind)| Step::Refuse(n, kind)),
+        1 => Just(Step::Forgive),
+        1 => Just(Step::Restart),
+        1 => (0..2_u64).prop_map(Step::Connections),
+        1 => (0..400_usize).prop_map(Step::Tamper),
+    ];
+    prop::collection::vec(step, 1..40)
+}
+
+struct World {
+    config: Config,
+    planner: Planner,
+    kernel: MemoryKernel,
+    now: Instant,
+    history: Vec<Change>,
+}
+
+impl World {
+    fn new(config: Config) -> World {
+        World {
+            planner: Planner::new(config.clone()),
+            config,
+            kernel: MemoryKernel::new(),
+            now: Instant::now(),
+            history: Vec::new(),
+        }
+    }
+
+    /// Everything a controller does once: one round, drains, and reading when in doubt.
+    fn round(&mut self) -> bool {
+        if self.planner.in_doubt() {
+            let read = self.kernel.read(self.planner.base()).unwrap();
+            self.planner.resync(read, true, self.now);
+        }
+        for server in self.planner.drains_due(self.now) {
+            let connections = self.kernel.connections(server).unwrap();
+            self.planner.observe(server, &connections, self.now);
+        }
+        let ops = self.planner.next(self.now);
+        let mut results = Vec::new();
+        for op in &ops {
+            // One op at a time, so that the guard is looked at between all of them.
+            let outcome = self.kernel.apply(std::slice::from_ref(op)).remove(0);
+            assert_eq!(self.kernel.exposed(), [], "after {op:?}");
+            if let Outcome::Failed(failure) = &outcome {
+                let refused = self.kernel.refuse.contains_key(&op.key());
+                let orphan = matches!(op.key(), Key::RealServer(vs, _)
+                    if !self.kernel.state.contains_key(&Key::VirtualServer(vs)));
+                assert!(refused || orphan, "{op:?} failed: {failure}");
+            }
+            results.push((op.clone(), outcome));
+        }
+        self.planner.commit(results, self.now);
+        !ops.is_empty() || self.planner.in_doubt()
+    }
+
+    fn settle(&mut self) {
+        for _ in 0..2000 {
+            if !self.round() {
+                return;
+            }
+        }
+        panic!("no end of ops");
+    }
+
+    fn restart(&mut self) {
+        self.planner = Planner::new(self.config.clone());
+        for change in &self.history {
+            self.planner.apply(change.clone());
+        }
+        let read = self.kernel.read(self.planner.base()).unwrap();
+        self.planner.resync(read, true, self.now);
+    }
+
+    /// The plan from scratch.
+    fn wanted(&self) -> State {
+        let mut planner = Planner::new(self.config.clone());
+        for change in &self.history {
+            planner.apply(change.clone());
+        }
+        planner.desired()
+    }
+
+    fn take(&mut self, step: Step) {
+        match step {
+            Step::Change(change) => {
+                self.history.push(change.clone());
+                self.planner.apply(change);
+            }
+            Step::Settle => self.settle(),
+            Step::Round => {
+                self.round();
+            }
+            Step::Refuse(n, kind) => {
+                if let Some(key) = self.wanted().keys().nth(n) {
+                    self.kernel.refuse.insert(*key, kind);
+                }
+            }
+            Step::Forgive => self.kernel.refuse.clear(),
+            Step::Restart => self.restart(),
+            Step::Connections(count) => {
+                let servers = self.kernel.state.keys().filter_map(|key| match key {
+                    Key::RealServer(vs, rs) => Some(((*vs, *rs), count)),
+                    _ => None,
+                });
+                self.kernel.connections = servers.collect();
+            }
+            Step::Tamper(n) => {
+                let key = self.kernel.state.keys().nth(n).copied();
+                // The guard itself taken away exposes what it guarded, whatever we do.
+                if let Some(key @ (Key::VirtualServer(_) | Key::RealServer(..))) = key {
+                    if let Key::VirtualServer(vs) = key {
+                        self.kernel.state.retain(|k, _| match k {
+                            Key::RealServer(of, _) => *of != vs,
+                            _ => true,
+                        });
+                        // Whoever removes a server also lets nobody in, for the guard's sake.
+                        self.kernel.state.retain(|k, _| {
+                            !matches!((k, vs), (
+                            Key::Entry(_, ipset_rs::Entry::IpPort(a, p, n)),
+                            ipvs_netlink::VirtualServerKey::Address { address, port, protocol },
+                        ) if *a == address && *p == protocol && *n == port)
+                        });
+                    }
+                    self.kernel.state.remove(&key);
+                    let read = self.kernel.read(self.planner.base()).unwrap();
+                    self.planner.resync(read, true, self.now);
+                }
+            }
+        }
+    }
+
+    /// Lets every pause and drain come to its end.
+    fn finish(&mut self) {
+        self.kernel.refuse.clear();
+        self.kernel.connections.clear();
+        for _ in 0..20 {
+            self.settle();
+            match self.planner.next_deadline() {
+                Some(deadline) => self.now = deadline.max(self.now) + Duration::from_millis(1),
+                None => return,
+            }
+        }
+        panic!(
+            "there is always another deadline: {:?}",
+            self.planner.next_deadline()
+        );
+    }
+}
+
+fn scheduler() -> impl Strategy<Value = Config> {
+    prop_oneof![
+        Just(Scheduler::LeastConnection),
+        Just(Scheduler::DestinationHash),
+        Just(Scheduler::SourceHash),
+    ]
+    .prop_map(|scheduler| Config {
+        scheduler,
+        ..Config::default()
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn every_history_ends_at_the_plan_from_scratch(config in scheduler(), steps in steps()) {
+        let mut world = World::new(config);
+        for step in steps {
+            world.take(step);
+        }
+        world.finish();
+        prop_assert_eq!(&world.kernel.state, &world.wanted());
+
+        // A second pass, a full reading and a restart write nothing.
+        world.kernel.log.clear();
+        world.settle();
+        let read = world.kernel.read(world.planner.base()).unwrap();
+        world.planner.resync(read, true, world.now);
+        world.settle();
+        world.restart();
+        world.settle();
+        prop_assert_eq!(&world.kernel.log, &Vec::<Op>::new());
+    }
+
+    #[test]
+    fn what_stays_is_never_taken_away(
+        config in scheduler(),
+        before in prop::collection::vec(change(), 1..25),
+        after in prop::collection::vec(change(), 1..6),
+        restart in prop::bool::ANY,
+    ) {
+        let mut world = World::new(config);
+        for change in before {
+            world.take(Step::Change(change));
+        }
+        world.settle();
+        let old = world.wanted();
+        world.kernel.log.clear();
+        for change in after {
+            world.take(Step::Change(change));
+        }
+        if restart {
+            world.restart();
+        }
+        world.settle();
+        let new = world.wanted();
+        let mut seen: BTreeMap<Key, usize> = BTreeMap::new();
+        for op in &world.kernel.log {
+            *seen.entry(op.key()).or_default() += 1;
+            let key = op.key();
+            if let (Some(a), Some(b)) = (old.get(&key), new.get(&key)) {
+                prop_assert!(a != b && matches!(op, Op::Update(..)), "{:?}", op);
+            }
+        }
+        // Nothing is done twice in one pass, but for a server that drains with no connection.
+        for (key, count) in seen {
+            prop_assert!(count == 1 || matches!(key, Key::RealServer(..)), "{key:?} {count} times");
+        }
+    }
+}
+
+#[test]
+fn nothing_unclaimed_goes_before_every_source_has_listed() {
+    let mut world = World::new(Config::default());
+    for i in 1..3 {
+        world.take(Step::Change(Change::Service(name(i), Some(one_port(i)))));
+    }
+    world.settle();
+    let before = world.kernel.state.clone();
+    world
+        .history
+        .retain(|c| !matches!(c, Change::Service(n, _) if *n == name(1)));
+    world.planner = Planner::new(world.config.clone());
+    world
+        .history
+        .iter()
+        .for_each(|change| world.planner.apply(change.clone()));
+    world.planner.resync(before.clone(), false, world.now);
+    world.kernel.log.clear();
+    world.settle();
+    assert_eq!(world.kernel.log, []);
+    // It is listed after all, changed: only the difference is written.
+    let changed = Service {
+        affinity_timeout_s: Some(60),
+        ..one_port(1)
+    };
+    world.take(Step::Change(Change::Service(name(1), Some(changed))));
+    world.settle();
+    assert_eq!(world.kernel.log.len(), 1, "{:?}", world.kernel.log);
+    // And what is known to be gone goes, held or not.
+    world.take(Step::Change(Change::Service(name(1), None)));
+    world.settle();
+    assert_eq!(world.kernel.state, world.wanted());
+}
+
+fn one_port(index: usize) -> Service {
+    Service {
+        created: None,
+        uid: "".into(),
+        cluster_ips: vec![ip(&format!("10.96.0.{index}"))],
+        ports: vec![ServicePort {
+            name: "".into(),
+            protocol: Protocol::Tcp,
+            port: 80,
+            node_port: None,
+        }],
+        affinity_timeout_s: None,
+    }
+}
+
+#[test]
+fn a_refused_key_stops_nothing_else_and_is_tried_again() {
+    let mut world = World::new(Config::default());
+    for i in 1..4 {
+        let change = Change::Service(name(i), Some(one_port(i)));
+        world.take(Step::Change(change));
+    }
+    let wanted = world.wanted();
+    let servers: Vec<Key> = wanted
+        .keys()
+        .filter(|k| matches!(k, Key::VirtualServer(_)))
+        .copied()
+        .collect();
+    world.kernel.refuse.insert(servers[1], FailureKind::Refused);
+    world.settle();
+    let missing: BTreeSet<&Key> = wanted
+        .keys()
+        .filter(|k| !world.kernel.state.contains_key(k))
+        .collect();
+    // Its address and what would let packets in wait for it; all else is there.
+    assert_eq!(missing.len(), 3, "{missing:?}");
+    assert!(missing.contains(&servers[1]));
+    let tries = world
+        .kernel
+        .log
+        .iter()
+        .filter(|op| op.key() == servers[1])
+        .count();
+    assert_eq!(tries, 1);
+    world.finish();
+    assert_eq!(world.kernel.state, wanted);
+    assert!(
+        wanted
+            .values()
+            .all(|v| !matches!(v, KernelValue::RealServer(0)))
+    );
+}

@@ -1,0 +1,19 @@
+//! Tests against a real kernel, each in network namespaces of its own. They run in a guest: `hack/test kernel`.
+
+// clippy.toml allows these in test functions; what they call is test code as well.
+#![allow(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::cast_possible_truncation
+)]
+
+mod ipvs;
+mod rules;
+mod topology;
+
+/// A test of this program makes the namespace that it works in.
+const FRESH_NAMESPACE: bool = true;
+
+fn tools() -> ipvs_proxy_iptables::Tools {
+    ipvs_proxy_iptables::Tools::find(ipvs_proxy_iptables::Choice::Auto).unwrap()
+}

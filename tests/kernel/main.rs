@@ -7,6 +7,8 @@
     clippy::cast_possible_truncation
 )]
 
+mod ipset;
+mod iptables;
 mod ipvs;
 mod rules;
 mod topology;

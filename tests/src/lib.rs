@@ -1,6 +1,7 @@
 //! What the kernel tests, the traffic tests and the demo stand on.
 //!
 //! * `guest` and `guest-init` (programs): run a command in a guest kernel that has IPVS
+//! * [`daemon`]: the daemon as its users start it
 //! * [`netns`]: network namespaces of this process
 //! * [`topology`]: one node, its pods and an outside client, as namespaces
 //! * [`traffic`]: servers that say who asked, clients that say why not
@@ -18,6 +19,7 @@
 //!
 //! Everything here panics when the kernel refuses: a test that can't be set up has failed.
 
+pub mod daemon;
 pub mod netns;
 pub mod topology;
 pub mod traffic;

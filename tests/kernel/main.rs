@@ -13,9 +13,7 @@ mod ipvs;
 mod rules;
 mod topology;
 
-/// A test of this program makes the namespace that it works in.
-const FRESH_NAMESPACE: bool = true;
-
+/// The tools whose rules this kernel takes.
 fn tools() -> ipvs_proxy_iptables::Tools {
     ipvs_proxy_iptables::Tools::find(ipvs_proxy_iptables::Choice::Auto).unwrap()
 }

@@ -76,17 +76,9 @@ fn saved(tools: &ipvs_proxy_iptables::Tools, family: Family) -> String {
         .fold(String::new(), |text, line| text + line + "\n")
 }
 
-fn in_namespace(body: impl FnOnce() + Send) {
-    if crate::FRESH_NAMESPACE {
-        tests::netns::run(body)
-    } else {
-        body()
-    }
-}
-
 #[test]
 fn are_written_once_and_removed_whole() {
-    in_namespace(|| {
+    tests::netns::run(|| {
         create_sets();
         let tools = tools();
         for family in Family::ALL {

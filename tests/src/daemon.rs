@@ -20,7 +20,9 @@ pub const PATIENCE: Duration = Duration::from_secs(20);
 pub fn binary() -> PathBuf {
     let this = std::env::current_exe().expect("this program's path");
     let folders = this.ancestors().skip(1).take(2);
-    let found = folders.map(|folder| folder.join("ipvs-proxy")).find(|file| file.is_file());
+    let found = folders
+        .map(|folder| folder.join("ipvs-proxy"))
+        .find(|file| file.is_file());
     found.expect("ipvs-proxy beside this program: cargo build --package ipvs-proxy")
 }
 
@@ -28,7 +30,10 @@ pub fn binary() -> PathBuf {
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !condition() {
-        assert!(Instant::now() < deadline, "it did not come true within {PATIENCE:?}: {what}");
+        assert!(
+            Instant::now() < deadline,
+            "it did not come true within {PATIENCE:?}: {what}"
+        );
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -44,7 +49,8 @@ impl Manifests {
     pub fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let folder = std::env::temp_dir().join(format!("manifests-{}-{number}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("manifests-{}-{number}", std::process::id()));
         fs::create_dir_all(&folder).expect("a folder for manifests");
         Self { folder }
     }
@@ -94,12 +100,7 @@ impl Daemon {
     }
 
     /// As [`start`](Self::start), with the words of another program in front, such as `strace`.
-    pub fn start_by(
-        node: &Namespace,
-        manifests: &Manifests,
-        by: &[&str],
-        flags: &[&str],
-    ) -> Self {
+    pub fn start_by(node: &Namespace, manifests: &Manifests, by: &[&str], flags: &[&str]) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let log = manifests.path().with_extension(format!("log{number}"));
@@ -134,7 +135,11 @@ impl Daemon {
     pub fn settle(&mut self) {
         wait_until("the daemon applied what it read", || {
             let exited = self.child.try_wait().expect("the daemon's state");
-            assert!(exited.is_none(), "the daemon ended: {exited:?}\n{}", self.log());
+            assert!(
+                exited.is_none(),
+                "the daemon ended: {exited:?}\n{}",
+                self.log()
+            );
             self.log().contains("applied")
         });
         let mut before = String::new();
@@ -178,7 +183,10 @@ impl Drop for Daemon {
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {
-            eprintln!("the daemon's log:\n{}", fs::read_to_string(&self.log).unwrap_or_default());
+            eprintln!(
+                "the daemon's log:\n{}",
+                fs::read_to_string(&self.log).unwrap_or_default()
+            );
         }
         let _ = fs::remove_file(&self.log);
     }
@@ -192,11 +200,20 @@ pub fn service(name: &str, cluster_ips: &[&str], ports: &[(&str, &str, u16, u16)
         "---\napiVersion: v1\nkind: Service\nmetadata:\n  name: {name}\n  namespace: default\n\
          spec:\n  type: {}\n  clusterIP: {first}\n  clusterIPs: [{}]\n  ports:\n",
         if node_ports { "NodePort" } else { "ClusterIP" },
-        cluster_ips.iter().map(|ip| format!("\"{ip}\"")).collect::<Vec<_>>().join(", "),
-        first = cluster_ips.first().map_or_else(String::new, |ip| format!("\"{ip}\"")),
+        cluster_ips
+            .iter()
+            .map(|ip| format!("\"{ip}\""))
+            .collect::<Vec<_>>()
+            .join(", "),
+        first = cluster_ips
+            .first()
+            .map_or_else(String::new, |ip| format!("\"{ip}\"")),
     );
     for (name, protocol, port, node_port) in ports {
-        let _ = writeln!(text, "  - name: \"{name}\"\n    protocol: {protocol}\n    port: {port}");
+        let _ = writeln!(
+            text,
+            "  - name: \"{name}\"\n    protocol: {protocol}\n    port: {port}"
+        );
         if *node_port != 0 {
             let _ = writeln!(text, "    nodePort: {node_port}");
         }
@@ -222,9 +239,16 @@ pub fn slice(
          addressType: {family}\nports:\n"
     );
     for (name, protocol, port) in ports {
-        let _ = writeln!(text, "- name: \"{name}\"\n  protocol: {protocol}\n  port: {port}");
+        let _ = writeln!(
+            text,
+            "- name: \"{name}\"\n  protocol: {protocol}\n  port: {port}"
+        );
     }
-    text.push_str(if endpoints.is_empty() { "endpoints: []\n" } else { "endpoints:\n" });
+    text.push_str(if endpoints.is_empty() {
+        "endpoints: []\n"
+    } else {
+        "endpoints:\n"
+    });
     for (address, ready, node) in endpoints {
         let _ = writeln!(
             text,

@@ -12,7 +12,8 @@
 //! use ipvs_proxy::translate;
 //!
 //! let text = "apiVersion: v1\nkind: Service\nmetadata: {name: web}\nspec:\n  clusterIP: 10.96.0.10\n  ports: [{port: 80}]\n";
-//! let objects = read_text("web.yaml", text, Format::Yaml).expect("a manifest");
+//! let (objects, errors) = read_text("web.yaml", text, Format::Yaml);
+//! assert_eq!(errors, []);
 //! let ipvs_proxy::manifests::Object::Service(service) = &objects[0].object else { panic!() };
 //! assert_eq!(translate::service(service).name.to_string(), "default/web");
 //! ```

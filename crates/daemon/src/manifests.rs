@@ -76,6 +76,8 @@ pub struct ManifestError {
     pub field: Option<String>,
     /// What is wrong.
     pub message: String,
+    /// Only the named object is lost; without it, nobody knows what is.
+    pub object_only: bool,
 }
 
 impl fmt::Display for ManifestError {
@@ -98,10 +100,23 @@ impl std::error::Error for ManifestError {}
 /// A name that ends in `.json` is JSON; any other text is JSON when it is valid JSON, and YAML
 /// otherwise.
 ///
-/// # Errors
-///
-/// The first thing in the file that can't be read; the file counts as a whole.
-pub fn read_file(path: &Path) -> Result<Vec<Placed>, ManifestError> {
+/// The objects that can be read, and an error for each thing that can't.
+#[must_use]
+pub fn read_file(path: &Path) -> (Vec<Placed>, Vec<ManifestError>) {
+    let (file, text) = match text_of(path) {
+        Ok(read) => read,
+        Err(error) => return (Vec::new(), vec![error]),
+    };
+    let format = if path.extension().is_some_and(|e| e == "json") || is_json(&text) {
+        Format::Json
+    } else {
+        Format::Yaml
+    };
+    read_text(&file, &text, format)
+}
+
+/// The name of a file, and its content.
+fn text_of(path: &Path) -> Result<(String, String), ManifestError> {
     let stdin = path == Path::new("-");
     let file = if stdin {
         "stdin".to_owned()
@@ -114,6 +129,7 @@ pub fn read_file(path: &Path) -> Result<Vec<Placed>, ManifestError> {
         object: None,
         field: None,
         message,
+        object_only: false,
     };
     let mut bytes = Vec::new();
     let read = if stdin {
@@ -129,31 +145,24 @@ pub fn read_file(path: &Path) -> Result<Vec<Placed>, ManifestError> {
             .unwrap_or_default();
         fail(Some(1 + newlines(good)), "is not UTF-8 text".to_owned())
     })?;
-    let format = if path.extension().is_some_and(|e| e == "json") || is_json(&text) {
-        Format::Json
-    } else {
-        Format::Yaml
-    };
-    read_text(&file, &text, format)
+    Ok((file, text))
 }
 
 /// Reads a text; `file` is its name in errors. Kinds other than Service, EndpointSlice, Node and
 /// lists of them are ignored.
 ///
-/// # Errors
-///
-/// The first thing in the text that can't be read.
-pub fn read_text(file: &str, text: &str, format: Format) -> Result<Vec<Placed>, ManifestError> {
+/// The objects that can be read, and an error for each thing that can't.
+#[must_use]
+pub fn read_text(file: &str, text: &str, format: Format) -> (Vec<Placed>, Vec<ManifestError>) {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-    let mut placed = Vec::new();
+    let (mut placed, mut errors) = (Vec::new(), Vec::new());
     for document in split(text, format) {
         let line = document.line;
-        let objects = document
-            .and_then_read()
-            .map_err(|fault| fault.in_file(file, line))?;
+        let (objects, faults) = document.read();
         placed.extend(objects.into_iter().map(|object| Placed { line, object }));
+        errors.extend(faults.into_iter().map(|fault| fault.in_file(file, line)));
     }
-    Ok(placed)
+    (placed, errors)
 }
 
 fn newlines(bytes: &[u8]) -> usize {
@@ -184,6 +193,8 @@ struct Fault {
     object: Option<String>,
     field: Option<String>,
     message: String,
+    /// Only this object is lost, the document's other objects are not.
+    object_only: bool,
 }
 
 impl Fault {
@@ -194,7 +205,12 @@ impl Fault {
             object: None,
             field,
             message: message.into(),
+            object_only: false,
         }
+    }
+
+    fn of_object(self) -> Fault {
+        Fault { object_only: true, ..self }
     }
 
     fn in_file(self, file: &str, first_line: usize) -> ManifestError {
@@ -204,6 +220,7 @@ impl Fault {
             object: self.object,
             field: self.field,
             message: self.message,
+            object_only: self.object_only,
         }
     }
 }
@@ -294,6 +311,9 @@ fn split_json(text: &str) -> Vec<Document<'_>> {
     documents
 }
 
+/// A list with more broken items than this is no list of ours.
+const MAX_FAULTS: usize = 20;
+
 /// What says of which kind an object is.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", expecting = "an object")]
@@ -352,12 +372,12 @@ impl Kind {
             Some(found) if group(found) != group(version) => Ok(Kind::Ignored),
             Some(found) => {
                 let message = format!("{found:?} of a {kind} is not supported; write {version:?}");
-                Err(Fault::new("apiVersion", message))
+                Err(Fault::new("apiVersion", message).of_object())
             }
-            None => Err(Fault::new(
-                "apiVersion",
-                format!("is missing; write {version:?}"),
-            )),
+            None => {
+                let message = format!("is missing; write {version:?}");
+                Err(Fault::new("apiVersion", message).of_object())
+            }
         }
     }
 
@@ -372,46 +392,69 @@ impl Kind {
 }
 
 impl Document<'_> {
-    fn and_then_read(&self) -> Result<Vec<Object>, Fault> {
+    /// The objects that can be read, and why others can't.
+    fn read(&self) -> (Vec<Object>, Vec<Fault>) {
+        match self.kind() {
+            Ok(None) => (Vec::new(), Vec::new()),
+            Ok(Some(Kind::List(of))) => self.read_list(of).unwrap_or_else(nothing_but),
+            Ok(Some(kind)) => {
+                let read = self.parse_seed(kind).map_err(|fault| self.named(fault, kind));
+                let object = read.and_then(|object| object.map(|o| checked(o, "")).transpose());
+                match object {
+                    Ok(object) => (Vec::from_iter(object), Vec::new()),
+                    Err(fault) => nothing_but(fault.of_object()),
+                }
+            }
+            Err(fault) => nothing_but(fault),
+        }
+    }
+
+    /// The kind of the document's object; none of an empty document.
+    fn kind(&self) -> Result<Option<Kind>, Fault> {
         self.syntax.clone()?;
-        let Some(head) = self.parse::<Option<Head>>()? else {
-            return Ok(Vec::new());
-        };
-        let kind = Kind::of(&head)?;
-        let Kind::List(of) = kind else {
-            let object = self
-                .parse_seed(kind)
-                .map_err(|fault| self.named(fault, kind))?;
-            return object
-                .map(|object| checked(object, ""))
-                .transpose()
-                .map(Vec::from_iter);
-        };
+        self.parse::<Option<Head>>()?.map(|head| Kind::of(&head)).transpose()
+    }
+
+    fn read_list(&self, of: Option<&'static str>) -> Result<(Vec<Object>, Vec<Fault>), Fault> {
         let heads = self.parse::<ListHead>()?.items.unwrap_or_default();
         let mut kinds = Vec::with_capacity(heads.len());
+        let mut faults = Vec::new();
         for (i, mut head) in heads.into_iter().enumerate() {
             if of.is_some() {
                 head.kind = head.kind.or(of.map(str::to_owned));
-                let listed = if of == Some("EndpointSlice") {
-                    DISCOVERY
-                } else {
-                    CORE
-                };
+                let listed = if of == Some("EndpointSlice") { DISCOVERY } else { CORE };
                 head.api_version = head.api_version.or(Some(listed.to_owned()));
             }
             let kind = Kind::of(&head).and_then(|kind| match kind {
                 Kind::List(_) => Err(Fault::new("kind", "is a list within a list")),
                 kind => Ok(kind),
             });
-            kinds.push(kind.map_err(|fault| fault.within(&item(i)))?);
+            kinds.push(kind.unwrap_or_else(|fault| {
+                faults.push(fault.within(&item(i)));
+                Kind::Ignored
+            }));
         }
-        let objects = self
-            .parse_seed(List(&kinds))
-            .map_err(|fault| self.named_item(fault, &kinds))?;
-        let objects = objects.into_iter().enumerate();
-        objects
-            .filter_map(|(i, o)| o.map(|object| checked(object, &item(i))))
-            .collect()
+        // The parser ends at the first item that can't be read: leave that one out and go on.
+        loop {
+            match self.parse_seed(List(&kinds)) {
+                Ok(objects) => {
+                    let items = objects.into_iter().enumerate();
+                    let checked = items.filter_map(|(i, o)| o.map(|o| checked(o, &item(i))));
+                    let (good, bad): (Vec<_>, Vec<_>) = checked.partition(Result::is_ok);
+                    faults.extend(bad.into_iter().filter_map(Result::err).map(Fault::of_object));
+                    return Ok((good.into_iter().flatten().collect(), faults));
+                }
+                Err(fault) => {
+                    let at = fault.item().filter(|_| faults.len() < MAX_FAULTS);
+                    let fault = self.named_item(fault, &kinds);
+                    match at.and_then(|i| kinds.get_mut(i)) {
+                        Some(kind) if *kind != Kind::Ignored => *kind = Kind::Ignored,
+                        _ => return Err(fault),
+                    }
+                    faults.push(fault.of_object());
+                }
+            }
+        }
     }
 
     fn parse<'a, T: Deserialize<'a>>(&'a self) -> Result<T, Fault> {
@@ -464,11 +507,7 @@ impl Document<'_> {
         let Some(path) = fault.field.clone() else {
             return fault;
         };
-        let Some((index, field)) = path.strip_prefix("items[").and_then(|p| p.split_once("]."))
-        else {
-            return fault;
-        };
-        let Ok(index) = index.parse::<usize>() else {
+        let (Some(index), Some((_, field))) = (fault.item(), path.split_once("].")) else {
             return fault;
         };
         let named = self.parse::<NamedItems>().unwrap_or_default();
@@ -486,7 +525,17 @@ impl Document<'_> {
     }
 }
 
+fn nothing_but(fault: Fault) -> (Vec<Object>, Vec<Fault>) {
+    (Vec::new(), vec![fault])
+}
+
 impl Fault {
+    /// The number of the list's item that the error is in.
+    fn item(&self) -> Option<usize> {
+        let (index, _) = self.field.as_deref()?.strip_prefix("items[")?.split_once(']')?;
+        index.parse().ok()
+    }
+
     fn within(mut self, outer: &str) -> Fault {
         self.field = self.field.map(|field| format!("{outer}{field}"));
         self

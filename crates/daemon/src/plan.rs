@@ -22,7 +22,7 @@ pub struct Planned {
     pub text: String,
     /// For stderr, one line each.
     pub problems: Vec<String>,
-    /// Every manifest could be read.
+    /// Every manifest could be read, single refused objects aside.
     pub whole: bool,
 }
 
@@ -40,10 +40,12 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
         planner.apply(Change::Node(Node { addresses }));
     }
     changes.into_iter().for_each(|change| planner.apply(change));
-    let unread = |p: &Problem| {
-        matches!(p, Problem::BadFile { .. } | Problem::Unreachable { .. })
+    let lost = |problem: &Problem| match problem {
+        Problem::BadFile { error, .. } => !error.object_only,
+        Problem::Unreachable { .. } => true,
+        Problem::Refused { .. } | Problem::Twice { .. } => false,
     };
-    let whole = !found.iter().any(unread);
+    let whole = !found.iter().any(lost);
     let mut problems: Vec<String> = found.iter().map(ToString::to_string).collect();
     problems.extend(planner.take_conflicts().iter().map(ToString::to_string));
     let state = planner.desired();

@@ -5,13 +5,12 @@ use std::net::IpAddr;
 
 use ipset_rs::{Change, Entry};
 use ipvs_netlink::{
-    Persistence, RealServer, RealServerKey, Request, Scheduler, SchedulerFlags, VirtualServer,
-    VirtualServerKey,
+    RealServer, RealServerKey, Request, Scheduler, VirtualServer, VirtualServerKey,
 };
 use ipvs_proxy_core::op::{Dataplane, Failure, FailureKind, Op, Outcome, ReadError};
 use ipvs_proxy_core::state::{Key, Set, State, Value};
 use ipvs_proxy_iptables::{Choice, Tools};
-use ipvs_proxy_netlink::{Error as NetlinkError, Family, Protocol};
+use ipvs_proxy_netlink::{Error as NetlinkError, Family};
 
 use crate::links::{AddressChange, LinkError, Links};
 
@@ -80,30 +79,10 @@ impl Kernel {
         if known.iter().any(|entry| entry.server.scheduler == scheduler) {
             return Ok(());
         }
-        // The kernel looks up the scheduler before it refuses an IPv6 prefix of 0
-        // (`ip_vs_add_service` of net/netfilter/ipvs/ip_vs_ctl.c).
-        let server = VirtualServer {
-            key: VirtualServerKey::Address {
-                address: IpAddr::from([0xfc00, 0, 0, 0, 0, 0, 0, 1]),
-                port: 1,
-                protocol: Protocol::Tcp,
-            },
-            scheduler,
-            scheduler_flags: SchedulerFlags::NONE,
-            persistence: Some(Persistence { timeout_s: 1, prefix: 0 }),
-            one_packet: false,
-            persistence_engine: None,
-        };
-        match self.ipvs.apply(&[Request::AddVirtualServer(&server)]).pop() {
-            Some(Err(ipvs_netlink::Error::NoScheduler { .. })) => {
-                Err(OpenError::Scheduler(scheduler))
-            }
-            // A kernel that took it after all.
-            Some(Ok(())) => {
-                self.ipvs.apply(&[Request::RemoveVirtualServer(server.key)]);
-                Ok(())
-            }
-            _ => Ok(()),
+        if self.ipvs.has_scheduler(scheduler)? {
+            Ok(())
+        } else {
+            Err(OpenError::Scheduler(scheduler))
         }
     }
 

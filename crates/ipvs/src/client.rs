@@ -8,14 +8,15 @@ use ipvs_proxy_netlink::{
 
 use crate::codec;
 use crate::types::{
-    Info, RealServer, RealServerEntry, RealServerKey, Timeouts, VirtualServer, VirtualServerEntry,
-    VirtualServerKey,
+    Info, RealServer, RealServerEntry, RealServerKey, Scheduler, Timeouts, VirtualServer, VirtualServerEntry, VirtualServerKey,
 };
 
 const EPERM: i32 = 1; // <asm-generic/errno-base.h>
 const ENOENT: i32 = 2; // <asm-generic/errno-base.h>
 const ESRCH: i32 = 3; // <asm-generic/errno-base.h>
 const EEXIST: i32 = 17; // <asm-generic/errno-base.h>
+const EINVAL: i32 = 22; // <asm-generic/errno-base.h>
+const EAFNOSUPPORT: i32 = 97; // <asm-generic/errno.h>
 
 /// One change of the IPVS table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -312,6 +313,23 @@ impl Client {
         let what = "get the version of IPVS";
         let ask = sendable(codec::get_info(self.family), what)?;
         self.query(&ask, what, codec::info)
+    }
+
+    /// Whether the kernel has a scheduler, or a module that has it, which it then loads. Changes
+    /// nothing in the table.
+    ///
+    /// A kernel without IPv6 in IPVS can't tell; the answer is yes then, and the first virtual
+    /// server that uses the scheduler will show.
+    pub fn has_scheduler(&mut self, scheduler: Scheduler) -> Result<bool, Error> {
+        let what = format!("look for scheduler {scheduler}");
+        let ask = sendable(codec::probe_scheduler(self.family, &scheduler), &what)?;
+        match self.socket.query(&ask) {
+            Err(NetlinkError::Kernel(KernelError { code: ENOENT, .. })) => Ok(false),
+            Err(NetlinkError::Kernel(KernelError { code: EINVAL | EAFNOSUPPORT, .. })) | Ok(_) => {
+                Ok(true)
+            }
+            Err(error) => Err(Error::of(error, &what)),
+        }
     }
 
     /// Removes all virtual servers of the network namespace, whoever made them.

@@ -172,6 +172,29 @@ pub fn change(family: u16, request: &Request<'_>) -> Result<Message, Unsendable>
     })
 }
 
+/// A message that asks for a virtual server that no kernel makes, and tells whether it has the
+/// scheduler: `ip_vs_add_service` of net/netfilter/ipvs/ip_vs_ctl.c looks it up (and loads its
+/// module) before it refuses the IPv6 prefix of 0.
+pub fn probe_scheduler(family: u16, scheduler: &Scheduler) -> Result<Message, Unsendable> {
+    message(family, IPVS_CMD_NEW_SERVICE, |a| {
+        a.nested(IPVS_CMD_ATTR_SERVICE, |a| {
+            let address = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1);
+            let key = VirtualServerKey::Address {
+                address: address.into(),
+                port: 1,
+                protocol: Protocol::Tcp,
+            };
+            write_key(a, &key);
+            a.push_str(IPVS_SVC_ATTR_SCHED_NAME, scheduler.name());
+            let flags = [0_u32.to_ne_bytes(), u32::MAX.to_ne_bytes()];
+            a.push_bytes(IPVS_SVC_ATTR_FLAGS, flags.as_flattened());
+            a.push_u32(IPVS_SVC_ATTR_TIMEOUT, 0);
+            a.push_u32(IPVS_SVC_ATTR_NETMASK, 0);
+        });
+        Ok(())
+    })
+}
+
 /// The message that asks for one virtual server, or as a dump for all.
 pub fn get_virtual_server(
     family: u16,

@@ -240,6 +240,7 @@ fn watch(options: &Options, out: &Path, interrupted: &AtomicI32) -> Result<ExitS
         match ended {
             // SIGTERM lets user-mode Linux take its helper processes along; SIGKILL must name the whole group.
             None if now > deadline && !options.tty || interrupted.load(Ordering::Relaxed) != 0 => {
+                eprintln!("guest: ending it");
                 let _ = kill(group, Signal::SIGTERM);
                 ended = Some(now);
             }

@@ -18,11 +18,12 @@ const SETTLED: Duration = Duration::from_millis(100);
 /// Something about the manifests that a person should know. Displays as one line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Problem {
-    /// A file can't be used. What it said last stays in force.
+    /// A file can't be read, or a part of it. Where it was read well before, what it said then
+    /// stays in force; else what can be read of it counts.
     BadFile {
         /// Why.
         error: ManifestError,
-        /// Whether there is something of it in force.
+        /// Whether it is its last good content that is in force.
         kept: bool,
     },
     /// A file or directory can't be looked at. What it said last stays in force.
@@ -246,20 +247,20 @@ impl Source {
             return;
         }
         file.stamp = Some(stamp).filter(|_| settled || stdin);
-        match read_file(path) {
-            Ok(objects) => {
-                let read = self.translate(key, objects, scan);
-                let file = self.files.entry(key.clone()).or_default();
-                file.good = true;
-                let old = std::mem::take(&mut file.keys);
-                file.keys = read.keys().cloned().collect();
-                self.replace(key, old, read, scan);
-            }
-            Err(error) => {
-                let kept = file.good;
-                scan.problems.push(Problem::BadFile { error, kept });
-            }
+        let (objects, errors) = read_file(path);
+        let kept = file.good && !errors.is_empty();
+        let whole = errors.is_empty();
+        scan.problems.extend(errors.into_iter().map(|error| Problem::BadFile { error, kept }));
+        if kept {
+            return;
         }
+        // A file that was never read well is used as far as it can be.
+        let read = self.translate(key, objects, scan);
+        let file = self.files.entry(key.clone()).or_default();
+        file.good = whole;
+        let old = std::mem::take(&mut file.keys);
+        file.keys = read.keys().cloned().collect();
+        self.replace(key, old, read, scan);
     }
 
     /// Translates a file's objects; refusals that were not there before are problems.

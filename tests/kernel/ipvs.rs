@@ -2,7 +2,6 @@
 //! what the client wrote, and the client reads what it wrote.
 
 use std::net::{IpAddr, UdpSocket};
-use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -639,54 +638,6 @@ fn every_refusal_has_its_error() {
             Err(Error::NoVirtualServer { .. })
         ));
     });
-}
-
-#[test]
-fn without_rights_nothing_is_permitted() {
-    with_client(|_| {
-        let output = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--ignored",
-                "--exact",
-                "ipvs::as_nobody",
-                "--test-threads=1",
-            ])
-            .uid(65534)
-            .gid(65534)
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(
-            output.status.success() && said.contains("1 passed"),
-            "{said}"
-        );
-    });
-}
-
-#[test]
-#[ignore = "started without rights by another test"]
-fn as_nobody() {
-    let mut client = Client::open().unwrap();
-    let new = server(tcp("10.0.0.1", 80), "rr");
-    let refused = apply_one(&mut client, Request::AddVirtualServer(&new));
-    assert!(
-        matches!(refused, Err(Error::Permission { .. })),
-        "{refused:?}"
-    );
-    let refused = client.virtual_servers();
-    assert!(
-        matches!(refused, Err(Error::Permission { .. })),
-        "{refused:?}"
-    );
-    assert!(matches!(client.flush(), Err(Error::Permission { .. })));
-}
-
-#[test]
-#[ignore = "needs a kernel without IPVS"]
-fn a_kernel_without_ipvs_is_told() {
-    let error = Client::open().unwrap_err();
-    assert_eq!(error, Error::NoModule);
-    assert!(error.to_string().contains("modprobe ip_vs"));
 }
 
 /// Waits until `condition` holds; the kernel adds up counters every two seconds.

@@ -7,11 +7,15 @@
     clippy::cast_possible_truncation
 )]
 
+mod bad_input;
+mod events;
 mod ipset;
 mod iptables;
 mod ipvs;
 mod rules;
+mod state;
 mod topology;
+mod traffic;
 
 /// The tools whose rules this kernel takes.
 fn tools() -> ipvs_proxy_iptables::Tools {

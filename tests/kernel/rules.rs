@@ -1,10 +1,7 @@
 //! The planner's iptables rules in a kernel: written once, recognised afterwards, gone without a trace.
 //! Included by the test programs of both back ends.
 
-use std::fmt::Write as _;
-use std::io::Write as _;
-use std::process::{Command, Stdio};
-
+use ipset_rs::{Change, Client, SetSpec};
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::rules::rules;
 use ipvs_proxy_core::state::Set;
@@ -32,33 +29,11 @@ fn configurations() -> [Config; 3] {
 
 /// The rules match sets, which must exist.
 fn create_sets() {
-    let mut lines = String::new();
-    for set in Family::ALL.into_iter().flat_map(Set::all) {
-        let options = match (set.kind().name(), set.family) {
-            ("bitmap:port", _) => "range 0-65535",
-            (_, Family::V4) => "family inet",
-            (_, Family::V6) => "family inet6",
-        };
-        writeln!(
-            lines,
-            "create {} {} {options}",
-            set.name(),
-            set.kind().name()
-        )
-        .unwrap();
+    let sets = Family::ALL.into_iter().flat_map(Set::all);
+    let create = sets.map(|set| Change::Create(SetSpec::new(set.name(), set.kind())));
+    for result in Client::open().unwrap().change(&create.collect::<Vec<_>>()) {
+        result.unwrap();
     }
-    let mut child = Command::new("ipset")
-        .args(["-exist", "restore"])
-        .stdin(Stdio::piped())
-        .spawn()
-        .unwrap();
-    child
-        .stdin
-        .take()
-        .unwrap()
-        .write_all(lines.as_bytes())
-        .unwrap();
-    assert!(child.wait().unwrap().success());
 }
 
 fn saved(tools: &ipvs_proxy_iptables::Tools, family: Family) -> String {

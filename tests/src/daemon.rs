@@ -27,12 +27,17 @@ pub fn binary() -> PathBuf {
 }
 
 /// Waits until a condition is true, and panics with `what` when it takes too long.
-pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+pub fn wait_until(what: &str, condition: impl FnMut() -> bool) {
+    wait_up_to(PATIENCE, what, condition);
+}
+
+/// As [`wait_until`], with another patience.
+pub fn wait_up_to(patience: Duration, what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + patience;
     while !condition() {
         assert!(
             Instant::now() < deadline,
-            "it did not come true within {PATIENCE:?}: {what}"
+            "it did not come true within {patience:?}: {what}"
         );
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -93,7 +98,7 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts `ipvs-proxy run --manifests DIR --node-name node` and more flags in a node's
+    /// Starts `ipvs-proxy run --manifests DIR --node-name node` (where the flags name no other) and more flags in a node's
     /// namespace; does not wait for it to have done anything.
     pub fn start(node: &Namespace, manifests: &Manifests, flags: &[&str]) -> Self {
         Self::start_by(node, manifests, &[], flags)
@@ -111,12 +116,15 @@ impl Daemon {
         let mut command = Command::new(first);
         command
             .args(rest)
-            .args(["run", "--node-name", "node", "--manifests"])
+            .args(["run", "--manifests"])
             .arg(manifests.path())
             .args(flags)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(fs::File::create(&log).expect("the log"));
+        if !flags.contains(&"--node-name") {
+            command.args(["--node-name", "node"]);
+        }
         let child = node.spawn(&mut command).expect("starting the daemon");
         Self { child, log }
     }
@@ -124,6 +132,11 @@ impl Daemon {
     /// What it has logged so far.
     pub fn log(&self) -> String {
         fs::read_to_string(&self.log).expect("the log")
+    }
+
+    /// The file of its log, gone with this value.
+    pub fn log_file(&self) -> &Path {
+        &self.log
     }
 
     /// Its process id.

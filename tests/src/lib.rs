@@ -3,6 +3,7 @@
 //! * `guest` and `guest-init` (programs): run a command in a guest kernel that has IPVS
 //! * [`daemon`]: the daemon as its users start it
 //! * [`netns`]: network namespaces of this process
+//! * [`strace`], [`tap`]: what a process asks of the kernel, seen from outside of it
 //! * [`topology`]: one node, its pods and an outside client, as namespaces
 //! * [`traffic`]: servers that say who asked, clients that say why not
 //!
@@ -21,6 +22,8 @@
 
 pub mod daemon;
 pub mod netns;
+pub mod strace;
+pub mod tap;
 pub mod topology;
 pub mod traffic;
 

@@ -11,8 +11,8 @@ use std::thread;
 use std::time::Duration;
 
 use nix::sys::socket::{
-    AddressFamily, Shutdown, SockFlag, SockType, SockaddrStorage, bind, connect, setsockopt,
-    shutdown, socket, sockopt,
+    AddressFamily, Shutdown, SockFlag, SockType, SockaddrIn6, SockaddrStorage, bind, connect,
+    recvfrom, setsockopt, shutdown, socket, sockopt,
 };
 use nix::sys::time::{TimeVal, TimeValLike};
 
@@ -54,7 +54,11 @@ impl Server {
         thread::spawn(move || {
             let mut buffer = [0; 64];
             while !stop.load(Ordering::SeqCst) {
-                if let Ok((_, peer)) = socket.recv_from(&mut buffer) {
+                // std's recv_from panics at the end that shutdown() makes, which has no address.
+                if let Ok((_, Some(peer))) =
+                    recvfrom::<SockaddrIn6>(socket.as_raw_fd(), &mut buffer)
+                {
+                    let peer = SocketAddr::V6(peer.into());
                     let _ = socket.send_to(identity(&own, peer).as_bytes(), peer);
                 }
             }
@@ -218,13 +222,16 @@ impl Client {
     /// # Errors
     /// See [`Error`].
     pub fn udp_ask(&self, to: SocketAddr) -> Result<Answer, Error> {
+        self.datagrams(to)?.ask()
+    }
+
+    /// A UDP socket that asks again and again from the same port.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub fn datagrams(&self, to: SocketAddr) -> Result<Datagrams, Error> {
         let socket = UdpSocket::from(self.connect(to, SockType::Datagram)?);
-        socket.send(b"?")?;
-        let mut buffer = [0; 128];
-        let length = socket.recv(&mut buffer)?;
-        parse(&String::from_utf8_lossy(
-            buffer.get(..length).unwrap_or_default(),
-        ))
+        Ok(Datagrams { socket })
     }
 
     /// See [`hold`].
@@ -277,6 +284,27 @@ fn parse(text: &str) -> Result<Answer, Error> {
     answer.ok_or_else(|| Error::Answer(text.to_owned()))
 }
 
+/// A UDP socket with one source port and one destination.
+#[derive(Debug)]
+pub struct Datagrams {
+    socket: UdpSocket,
+}
+
+impl Datagrams {
+    /// One datagram and its answer. Nothing is sent twice.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub fn ask(&self) -> Result<Answer, Error> {
+        self.socket.send(b"?")?;
+        let mut buffer = [0; 128];
+        let length = self.socket.recv(&mut buffer)?;
+        parse(&String::from_utf8_lossy(
+            buffer.get(..length).unwrap_or_default(),
+        ))
+    }
+}
+
 /// A connection that stays open until dropped.
 #[derive(Debug)]
 pub struct HeldConnection {
@@ -295,6 +323,16 @@ impl HeldConnection {
             line if line == "PING\n" => Ok(()),
             line => Err(Error::Answer(line)),
         }
+    }
+
+    /// Ends the connection by a reset. IPVS forgets such a connection after 10 s, and one that is
+    /// closed after 2 min.
+    pub fn reset(self) {
+        let at_once = nix::libc::linger {
+            l_onoff: 1,
+            l_linger: 0,
+        };
+        setsockopt(self.lines.get_ref(), sockopt::Linger, &at_once).expect("SO_LINGER");
     }
 
     fn exchange(&mut self, line: &str) -> Result<String, Error> {

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 use ipvs_proxy::cli::{self, Cli, Command, LogFormat, Plan, Run};
 use ipvs_proxy::{inspect, plan, run};
+use ipvs_proxy_netlink::Family;
 
 /// A command line that can't be used.
 const USAGE: u8 = 2;
@@ -13,9 +14,13 @@ const USAGE: u8 = 2;
 fn main() -> ExitCode {
     let mut arguments = std::env::args_os();
     let name = arguments.next().unwrap_or_default();
-    if std::path::Path::new(&name).file_name().is_some_and(|name| name == "ipvsadm") {
-        let arguments: Vec<String> =
-            arguments.map(|a| a.to_string_lossy().into_owned()).collect();
+    if std::path::Path::new(&name)
+        .file_name()
+        .is_some_and(|name| name == "ipvsadm")
+    {
+        let arguments: Vec<String> = arguments
+            .map(|a| a.to_string_lossy().into_owned())
+            .collect();
         return inspect::run(&arguments);
     }
     let cli = match Cli::try_parse() {
@@ -38,7 +43,13 @@ fn main() -> ExitCode {
 }
 
 fn run_command(flags: &Run) -> ExitCode {
-    let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_target(false);
+    if let Err(error) = flags.shape.config(&Family::ALL) {
+        eprintln!("ipvs-proxy: {error}");
+        return ExitCode::from(USAGE);
+    }
+    let log = tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_target(false);
     match flags.log_format {
         LogFormat::Text => log.with_ansi(false).init(),
         LogFormat::Json => log.json().flatten_event(true).init(),
@@ -59,7 +70,11 @@ fn plan_command(flags: &Plan) -> ExitCode {
                 eprintln!("{problem}");
             }
             let printed = std::io::stdout().lock().write_all(planned.text.as_bytes());
-            if planned.whole && printed.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+            if planned.whole && printed.is_ok() {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
+            }
         }
         Err(error) => {
             eprintln!("ipvs-proxy: {error}");

@@ -63,7 +63,7 @@ pub enum Format {
 }
 
 /// Why a file can't be used. Displays as one line:
-/// `app.yaml:12: Service default/app1: spec.ports[0].port: invalid type: string "x", expected i32`.
+/// `app.yaml:12: Service default/app1: spec.ports[0].port: invalid value: "x", expected i32`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ManifestError {
     /// The file as it was named; `stdin` for `-`.
@@ -395,7 +395,7 @@ impl Document<'_> {
     /// The objects that can be read, and why others can't.
     fn read(&self) -> (Vec<Object>, Vec<Fault>) {
         match self.kind() {
-            Ok(None) => (Vec::new(), Vec::new()),
+            Ok(None | Some(Kind::Ignored)) => (Vec::new(), Vec::new()),
             Ok(Some(Kind::List(of))) => self.read_list(of).unwrap_or_else(nothing_but),
             Ok(Some(kind)) => {
                 let read = self.parse_seed(kind).map_err(|fault| self.named(fault, kind));
@@ -472,7 +472,7 @@ impl Document<'_> {
                 );
                 match parsed {
                     Ok(value) => return Ok(value),
-                    Err(error) => yaml_fault(&error),
+                    Err(error) => yaml_fault(&error, self.text),
                 }
             }
             Format::Json => {
@@ -569,16 +569,22 @@ fn checked(object: Object, outer: &str) -> Result<Object, Fault> {
     Ok(object)
 }
 
-fn yaml_fault(error: &serde_saphyr::Error) -> Fault {
-    use serde_saphyr::MessageFormatter as _;
-    let line = error
-        .location()
-        .and_then(|at| usize::try_from(at.line()).ok());
-    let message = serde_saphyr::DefaultMessageFormatter.format_message(error.without_snippet());
-    Fault {
-        line,
-        ..Fault::new("", one_line(&message))
-    }
+fn yaml_fault(error: &serde_saphyr::Error, text: &str) -> Fault {
+    use serde_saphyr::{Error, MessageFormatter as _};
+    let line = error.location().and_then(|at| usize::try_from(at.line()).ok());
+    let error = error.without_snippet();
+    let message = match error {
+        // The parser's own words leave out the value.
+        Error::InvalidScalar { ty, location } => {
+            let span = location.span();
+            let start = span.byte_offset().and_then(|at| usize::try_from(at).ok());
+            let length = span.byte_len().and_then(|length| usize::try_from(length).ok());
+            let value = start.zip(length).and_then(|(at, length)| text.get(at..at + length));
+            format!("invalid value: {:?}, expected {ty}", value.unwrap_or_default())
+        }
+        other => one_line(&serde_saphyr::DefaultMessageFormatter.format_message(other)),
+    };
+    Fault { line, ..Fault::new("", message) }
 }
 
 fn json_fault(error: &serde_json::Error) -> Fault {

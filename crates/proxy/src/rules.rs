@@ -131,6 +131,9 @@ fn filter(family: Family) -> TableRules {
                 "KUBE-IPVS-FILTER",
                 vec![
                     format!("{serving} dst,dst -j RETURN"),
+                    // TCP ignores an ICMP error while connect() holds the socket, as it does when
+                    // client and node are one machine: it would be refused after 1 s only.
+                    "-p tcp -j REJECT --reject-with tcp-reset".to_owned(),
                     format!("-j REJECT --reject-with {reject}"),
                 ],
             ),

@@ -220,7 +220,7 @@ const TABLE: &[Spec] = &[
     flag("numeric", 'n', Opt::Numeric),
     flag("connection", 'c', Opt::Connection),
     value("mcast-interface", NO, Opt::McastInterface),
-    value("syncid", 'I', Opt::SyncId),
+    value("syncid", NO, Opt::SyncId),
     flag("timeout", NO, Opt::Timeout),
     flag("daemon", NO, Opt::Daemon),
     flag("stats", NO, Opt::Stats),

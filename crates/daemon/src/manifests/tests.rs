@@ -1,1 +1,505 @@
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
+use ipvs_proxy_core::model::{Change, ObjectName};
+
+use super::*;
+
+fn good(text: &str, format: Format) -> Vec<Placed> {
+    let (placed, errors) = read_text("app.yaml", text, format);
+    assert_eq!(errors, []);
+    placed
+}
+
+fn yaml(text: &str) -> Vec<Placed> {
+    good(text, Format::Yaml)
+}
+
+/// The only error.
+fn error(text: &str, format: Format) -> String {
+    let (_, errors) = read_text("app.yaml", text, format);
+    assert_eq!(errors.len(), 1, "{errors:?}");
+    errors[0].to_string()
+}
+
+/// Kind, name and line of what is read.
+fn shape(placed: &[Placed]) -> Vec<(&'static str, String, usize)> {
+    let shape = placed.iter().map(|p| {
+        let kind = match p.object {
+            Object::Service(_) => "Service",
+            Object::EndpointSlice(_) => "EndpointSlice",
+            Object::Node(_) => "Node",
+        };
+        (kind, object_name(p.object.metadata()).to_string(), p.line)
+    });
+    shape.collect()
+}
+
+fn service_text(name: &str, ip: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Service\nmetadata: {{name: {name}}}\n\
+         spec: {{clusterIP: {ip}, ports: [{{port: 80}}]}}\n"
+    )
+}
+
+#[test]
+fn documents_of_all_forms() {
+    let text = "\u{feff}# a comment\n---\n# nothing here\n---\napiVersion: v1\nkind: Service\n\
+                metadata:\n  name: a\n  annotations:\n    text: |\n      one\n      --- two\n---  # again\r\n\
+                apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata: {name: s, namespace: ns}\n\
+                addressType: IPv4\nendpoints: []\n...\n# between\n%YAML 1.2\n---\n\
+                {apiVersion: v1, kind: Node, metadata: {name: n}}\n--- {apiVersion: v1, kind: Service, metadata: {name: b}}\n\
+                ---\nnull\n---\napiVersion: apps/v1\nkind: Deployment\nspec: {anything: [goes]}\n";
+    assert_eq!(
+        shape(&yaml(text)),
+        [
+            ("Service", "default/a".to_owned(), 4),
+            ("EndpointSlice", "ns/s".to_owned(), 13),
+            ("Node", "default/n".to_owned(), 22),
+            ("Service", "default/b".to_owned(), 24),
+        ]
+    );
+    assert_eq!(yaml(""), []);
+}
+
+#[test]
+fn lists() {
+    let text = "apiVersion: v1\nkind: List\nitems:\n- {apiVersion: v1, kind: Service, metadata: {name: a}}\n\
+                - {apiVersion: v1, kind: ConfigMap, metadata: {name: a}, data: {k: v}}\n\
+                - {kind: EndpointSlice, apiVersion: discovery.k8s.io/v1, metadata: {name: s}}\n---\n\
+                apiVersion: v1\nkind: ServiceList\nmetadata: {resourceVersion: \"5\"}\nitems:\n- metadata: {name: b}\n---\n\
+                apiVersion: discovery.k8s.io/v1\nkind: EndpointSliceList\nitems:\n- metadata: {name: c}\n  addressType: IPv4\n---\n\
+                apiVersion: v1\nkind: NodeList\nitems: [{metadata: {name: n}}]\n---\n\
+                apiVersion: v1\nkind: List\nitems: null\n---\napiVersion: v1\nkind: List\n";
+    let names: Vec<_> = shape(&yaml(text)).into_iter().map(|(k, n, _)| (k, n)).collect();
+    assert_eq!(
+        names,
+        [
+            ("Service", "default/a".to_owned()),
+            ("EndpointSlice", "default/s".to_owned()),
+            ("Service", "default/b".to_owned()),
+            ("EndpointSlice", "default/c".to_owned()),
+            ("Node", "default/n".to_owned()),
+        ]
+    );
+}
+
+#[test]
+fn json_values_one_after_the_other() {
+    let text = "{\"apiVersion\": \"v1\",\n\"kind\": \"Service\", \"metadata\": {\"name\": \"a\"}}\n\n\
+                {\"apiVersion\": \"v1\", \"kind\": \"List\", \"items\": [\n{\"apiVersion\": \"v1\", \"kind\": \"Node\",\
+                \"metadata\": {\"name\": \"\\ud83d\\ude00\"}}]}";
+    let placed = good(text, Format::Json);
+    assert_eq!(
+        shape(&placed),
+        [("Service", "default/a".to_owned(), 1), ("Node", "default/😀".to_owned(), 4)]
+    );
+    assert!(is_json(text) && !is_json("{a: b}") && !is_json("a: b"));
+}
+
+#[test]
+fn errors_name_line_object_and_field() {
+    let cases: &[(&str, &str)] = &[
+        (
+            "# one\n---\napiVersion: v1\nkind: Service\nmetadata: {name: app1}\nspec:\n  ports:\n  - port: x\n",
+            "app.yaml:8: Service default/app1: spec.ports[0].port: invalid value: \"x\", expected i32",
+        ),
+        (
+            "apiVersion: v1\nkind: List\nitems:\n- apiVersion: v1\n  kind: Service\n  metadata: {name: a}\n\
+             - apiVersion: v1\n  kind: Service\n  metadata: {name: b, namespace: ns}\n  spec:\n    ports: 5\n",
+            "app.yaml:11: Service ns/b: spec.ports: ",
+        ),
+        ("kind: Service\nmetadata: {name: a}\n", "app.yaml:1: apiVersion: is missing; write \"v1\""),
+        (
+            "apiVersion: v2\nkind: Service\n",
+            "app.yaml:1: apiVersion: \"v2\" of a Service is not supported; write \"v1\"",
+        ),
+        (
+            "apiVersion: discovery.k8s.io/v1beta1\nkind: EndpointSlice\n",
+            "app.yaml:1: apiVersion: \"discovery.k8s.io/v1beta1\" of a EndpointSlice is not supported; write \"discovery.k8s.io/v1\"",
+        ),
+        ("a: b\n", "app.yaml:1: kind: is missing; is this a Kubernetes object?"),
+        ("\n\n- a\n", "app.yaml:3: "),
+        (
+            "apiVersion: v1\nkind: Service\nmetadata: {namespace: x}\n",
+            "app.yaml:1: Service: metadata.name: is missing",
+        ),
+        (
+            "apiVersion: v1\nkind: List\nitems:\n- {apiVersion: v1, kind: Node}\n",
+            "app.yaml:1: Node: items[0].metadata.name: is missing",
+        ),
+        (
+            "apiVersion: v1\nkind: List\nitems:\n- {apiVersion: v1, kind: List}\n",
+            "app.yaml:1: items[0].kind: is a list within a list",
+        ),
+        (
+            "apiVersion: v1\nkind: Service\nmetadata: {name: a}\n---\nkind: [\n",
+            "app.yaml:",
+        ),
+        (
+            "apiVersion: v1\nkind: Service\nmetadata: {name: a, name: b}\n",
+            "app.yaml:3: Service",
+        ),
+        ("kind: Service\n\tapiVersion: v1\n", "app.yaml:2: "),
+    ];
+    for (text, expected) in cases {
+        let error = error(text, Format::Yaml);
+        assert!(error.starts_with(expected), "{error}\n{expected}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+    }
+    assert_eq!(
+        error(
+            "{}\n\n{\"apiVersion\": \"v1\", \"kind\": \"Service\"}",
+            Format::Json
+        ),
+        "app.yaml:1: kind: is missing; is this a Kubernetes object?"
+    );
+    let json = "{\"apiVersion\": \"v1\", \"kind\": \"ConfigMap\"}\n\n{\"apiVersion\": \"v1\", \"kind\": \"Service\",\n\
+                \"metadata\": {\"name\": \"a\"}, \"spec\": {\"ports\": [{\"port\":\n\"80\"}]}}";
+    assert_eq!(
+        error(json, Format::Json),
+        "app.yaml:5: Service default/a: spec.ports[0].port: invalid type: string \"80\", expected i32"
+    );
+    let broken = "{\"kind\": \"A\", \"apiVersion\": \"v1\"}\n{\"kind\":\n\"B\"";
+    assert_eq!(error(broken, Format::Json), "app.yaml:3: EOF while parsing an object");
+}
+
+#[test]
+fn a_broken_object_leaves_the_others() {
+    let text = "apiVersion: v1\nkind: List\nitems:\n\
+                - {apiVersion: v1, kind: Service, metadata: {name: a}, spec: {ports: 5}}\n\
+                - {apiVersion: v1, kind: Service, metadata: {name: b}}\n\
+                - {apiVersion: v1, kind: Service}\n---\nkind: [\n---\n\
+                apiVersion: v1\nkind: Node\nmetadata: {name: n}\n---\n\
+                apiVersion: v1\nkind: Service\nmetadata: {name: c}\nspec: 5\n";
+    let (placed, errors) = read_text("app.yaml", text, Format::Yaml);
+    let names: Vec<_> = shape(&placed).into_iter().map(|(_, name, _)| name).collect();
+    assert_eq!(names, ["default/b", "default/n"]);
+    let errors: Vec<_> = errors.iter().map(|e| (e.line, e.object.as_deref(), e.object_only)).collect();
+    assert_eq!(
+        errors,
+        [
+            (Some(4), Some("Service default/a"), true),
+            (Some(1), Some("Service"), true),
+            (Some(8), None, false),
+            (Some(17), Some("Service default/c"), true),
+        ]
+    );
+}
+
+#[test]
+fn kinds_of_other_groups_are_ignored() {
+    let text = "apiVersion: serving.knative.dev/v1\nkind: Service\nspec: 5\n---\n\
+                apiVersion: multicluster.x-k8s.io/v1\nkind: EndpointSlice\n";
+    assert_eq!(yaml(text), []);
+}
+
+#[test]
+fn size_is_no_limit_but_aliases_are() {
+    // More nodes than the parser takes by default.
+    let values = "x, ".repeat(300_000);
+    let text = format!("apiVersion: v1\nkind: ConfigMap\ndata: [{values}]\n");
+    assert_eq!(yaml(&text), []);
+
+    let mut bomb = "apiVersion: v1\nkind: ConfigMap\na0: &a0 [x,x,x,x,x,x,x,x,x,x]\n".to_owned();
+    for level in 1..12 {
+        let below = format!("*a{}", level - 1);
+        bomb.push_str(&format!("a{level}: &a{level} [{}]\n", vec![below; 10].join(",")));
+    }
+    let start = Instant::now();
+    assert_eq!(read_text("bomb.yaml", &bomb, Format::Yaml).1.len(), 1);
+    assert!(start.elapsed() < Duration::from_secs(20));
+    // A few aliases are fine.
+    let text = "apiVersion: v1\nkind: Service\nmetadata: &m {name: a}\nspec: {selector: *m}\n";
+    assert_eq!(yaml(text).len(), 1);
+}
+
+/// A directory of its own for a test.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Scratch {
+        let name = format!("ipvs-proxy-manifests-{name}-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir(&path).unwrap();
+        Scratch(path)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        fs::write(self.path(name), text).unwrap();
+    }
+
+    fn source(&self) -> Source {
+        Source::new(vec![self.0.clone()], "n1", true)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// `+a` for a Service that is there, `-a` for one that is gone, with its address.
+fn changes(source: &mut Source) -> Vec<String> {
+    outcome(source).0
+}
+
+fn outcome(source: &mut Source) -> (Vec<String>, Vec<String>) {
+    let (changes, problems) = source.rescan();
+    let changes = changes.into_iter().map(|change| match change {
+        Change::Service(name, Some(service)) => format!("+{} {}", name.name, service.cluster_ips[0]),
+        Change::Service(name, None) => format!("-{}", name.name),
+        Change::Slice(name, Some(slice)) => format!("+{} {}", name.name, slice.endpoints.len()),
+        Change::Slice(name, None) => format!("-{}", name.name),
+        Change::Node(node) => format!("node {}", node.addresses.len()),
+    });
+    (changes.collect(), problems.iter().map(ToString::to_string).collect())
+}
+
+#[test]
+fn a_directory_tells_the_difference() {
+    let dir = Scratch::new("difference");
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    dir.write("b.yml", &service_text("b", "10.0.0.2"));
+    dir.write("c.json", r#"{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "c"}, "spec": {"clusterIP": "10.0.0.3"}}"#);
+    dir.write("d.txt", "not read");
+    dir.write(".hidden.yaml", "not: read");
+    fs::create_dir(dir.path("e.yaml")).unwrap();
+    let mut source = dir.source();
+    assert_eq!(changes(&mut source), ["+a 10.0.0.1", "+b 10.0.0.2", "+c 10.0.0.3"]);
+    assert!(source.is_complete());
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    dir.write("b.yml", &service_text("b", "10.0.0.9"));
+    assert_eq!(changes(&mut source), ["+b 10.0.0.9"]);
+    // Rewritten, but with nothing new.
+    dir.write("b.yml", &format!("# more\n{}", service_text("b", "10.0.0.9")));
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    // Of the same size at nearly the same time.
+    dir.write("b.yml", &format!("# more\n{}", service_text("b", "10.0.0.8")));
+    assert_eq!(changes(&mut source), ["+b 10.0.0.8"]);
+    // From one file to the other at once is no change.
+    dir.write("f.yaml", &service_text("a", "10.0.0.1"));
+    fs::remove_file(dir.path("a.yaml")).unwrap();
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    fs::remove_file(dir.path("f.yaml")).unwrap();
+    dir.write("c.json", "{\"apiVersion\": \"v1\", \"kind\": \"ConfigMap\"}");
+    assert_eq!(changes(&mut source), ["-a", "-c"]);
+    // Left out now, so gone.
+    dir.write("b.yml", &service_text("b", "None"));
+    assert_eq!(changes(&mut source), ["-b"]);
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+}
+
+#[test]
+fn a_bad_file_keeps_its_last_good_content() {
+    let dir = Scratch::new("bad");
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    dir.write("b.yaml", "kind: [");
+    let mut source = dir.source();
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!(changes, ["+a 10.0.0.1"]);
+    assert!(problems[0].starts_with(&format!("{}:", dir.path("b.yaml").display())));
+    assert!(!problems[0].contains("stays in force") && problems.len() == 1, "{problems:?}");
+    assert!(!source.is_complete());
+    dir.write("b.yaml", &service_text("b", "10.0.0.2"));
+    dir.write("a.yaml", "apiVersion: v1\nkind: Service\nmetadata: {name: a}\nspec: {ports: 5}\n");
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!(changes, ["+b 10.0.0.2"]);
+    assert!(problems[0].contains("a.yaml:4: Service default/a: spec.ports: "), "{problems:?}");
+    assert!(problems[0].ends_with("; the file's last good content stays in force"));
+    assert!(source.is_complete());
+    std::thread::sleep(Duration::from_millis(120));
+    dir.write("a.yaml", "\u{0}\u{1}");
+    fs::write(dir.path("b.yaml"), [0xff, b'\n']).unwrap();
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!((changes.len(), problems.len()), (0, 2));
+    assert!(problems[1].contains("b.yaml:1: is not UTF-8 text"), "{problems:?}");
+    // Said once, as soon as the files are older than a moment.
+    std::thread::sleep(Duration::from_millis(120));
+    let _ = source.rescan();
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    dir.write("a.yaml", &service_text("a", "10.0.0.3"));
+    assert_eq!(outcome(&mut source).0, ["+a 10.0.0.3"]);
+    fs::remove_file(dir.path("b.yaml")).unwrap();
+    assert_eq!(outcome(&mut source).0, ["-b"]);
+}
+
+#[test]
+fn a_directory_that_vanishes_keeps_its_last_good_content() {
+    let dir = Scratch::new("vanish");
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    let mut source = dir.source();
+    assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
+    let away = dir.0.with_extension("away");
+    fs::rename(&dir.0, &away).unwrap();
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!(changes, [""; 0]);
+    assert_eq!(problems.len(), 1);
+    assert!(problems[0].ends_with("; what was last read there stays in force"), "{problems:?}");
+    assert!(!source.is_complete());
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    fs::rename(&away, &dir.0).unwrap();
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    assert!(source.is_complete());
+    // A file that is named itself is kept too.
+    let mut source = Source::new(vec![dir.path("a.yaml")], "n1", true);
+    assert_eq!(self::changes(&mut source), ["+a 10.0.0.1"]);
+    fs::remove_file(dir.path("a.yaml")).unwrap();
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!((changes.len(), problems.len()), (0, 1));
+}
+
+#[test]
+fn an_object_in_two_files_is_the_last_ones() {
+    let dir = Scratch::new("twice");
+    dir.write("a.yaml", &service_text("x", "10.0.0.1"));
+    dir.write("b.yaml", &service_text("x", "10.0.0.2"));
+    let mut source = dir.source();
+    let (changes, problems) = outcome(&mut source);
+    let (a, b) = (dir.path("a.yaml"), dir.path("b.yaml"));
+    let (a, b) = (a.display(), b.display());
+    assert_eq!(changes, ["+x 10.0.0.2"]);
+    assert_eq!(problems, [format!("Service default/x: is in {a} and in {b}; the one in {b} is used")]);
+    dir.write("a.yaml", &service_text("x", "10.0.0.3"));
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    dir.write("b.yaml", "");
+    assert_eq!(outcome(&mut source).0, ["+x 10.0.0.3"]);
+    let twice = format!("{}---\n{}", service_text("x", "10.0.0.4"), service_text("x", "10.0.0.5"));
+    dir.write("a.yaml", &twice);
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!(changes, ["+x 10.0.0.5"]);
+    assert_eq!(problems, [format!("Service default/x: is in {a} and in {a}:5; the one in {a}:5 is used")]);
+    // Paths count in the order in which they are given.
+    let paths = vec![dir.path("b.yaml"), dir.path("a.yaml")];
+    dir.write("a.yaml", &service_text("x", "10.0.0.1"));
+    dir.write("b.yaml", &service_text("x", "10.0.0.2"));
+    assert_eq!(self::changes(&mut Source::new(paths, "n1", true)), ["+x 10.0.0.1"]);
+}
+
+#[test]
+fn refusals_are_told_once() {
+    let dir = Scratch::new("refusals");
+    dir.write("a.yaml", &service_text("a", "10.0.0.300"));
+    let mut source = dir.source();
+    let (changes, problems) = outcome(&mut source);
+    let file = dir.path("a.yaml");
+    let file = file.display();
+    let line = "Service default/a: spec.clusterIP: \"10.0.0.300\" is not an IP address";
+    assert_eq!((changes, problems), (vec![], vec![format!("{file}:1: {line}")]));
+    dir.write("a.yaml", &format!("# more\n{}", service_text("a", "10.0.0.300")));
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    dir.write("a.yaml", &service_text("a", "10.0.0.30"));
+    assert_eq!(outcome(&mut source).0, ["+a 10.0.0.30"]);
+    dir.write("a.yaml", &service_text("a", "10.0.0.300"));
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!((changes, problems.len()), (vec!["-a".to_owned()], 1));
+}
+
+#[test]
+fn slices_and_the_own_node() {
+    let dir = Scratch::new("node");
+    let node = |name: &str, address: &str| {
+        format!(
+            "apiVersion: v1\nkind: Node\nmetadata: {{name: {name}}}\n\
+             status: {{addresses: [{{type: InternalIP, address: {address}}}]}}\n---\n"
+        )
+    };
+    dir.write("n.yaml", &(node("n1", "10.0.0.1") + &node("n2", "10.0.0.2")));
+    dir.write(
+        "s.yaml",
+        "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+         metadata: {name: s, labels: {kubernetes.io/service-name: a}}\naddressType: IPv4\nports: []\n\
+         endpoints: [{addresses: [10.1.0.1], nodeName: n1}]\n",
+    );
+    let (changes, _) = dir.source().rescan();
+    let addresses = BTreeSet::from(["10.0.0.1".parse().unwrap()]);
+    assert!(matches!(&changes[0], Change::Node(node) if node.addresses == addresses));
+    let Change::Slice(name, Some(slice)) = &changes[1] else { panic!("{changes:?}") };
+    assert_eq!(*name, ObjectName::new("default", "s"));
+    assert!(slice.endpoints[0].local);
+    // A Node that is gone leaves its addresses; one that isn't asked for says nothing.
+    let mut source = dir.source();
+    let _ = source.rescan();
+    fs::remove_file(dir.path("n.yaml")).unwrap();
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    dir.write("n.yaml", &node("n1", "10.0.0.1"));
+    let mut source = Source::new(vec![dir.path("n.yaml")], "n1", false);
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+}
+
+/// A mounted ConfigMap: names are links through `..data`, which is swapped by a rename.
+fn config_map(dir: &Scratch, version: &str, files: &[(&str, &str)]) {
+    use std::os::unix::fs::symlink;
+    let hidden = dir.path(&format!("..{version}"));
+    fs::create_dir(&hidden).unwrap();
+    for (name, text) in files {
+        fs::write(hidden.join(name), text).unwrap();
+    }
+    symlink(format!("..{version}"), dir.path("..data_tmp")).unwrap();
+    fs::rename(dir.path("..data_tmp"), dir.path("..data")).unwrap();
+    for (name, _) in files {
+        let _ = symlink(format!("..data/{name}"), dir.path(name));
+    }
+}
+
+fn wait(ticks: &std::sync::mpsc::Receiver<()>, source: &mut Source, expected: &[&str]) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let mut seen = Vec::new();
+    while seen != expected {
+        let left = deadline.saturating_duration_since(Instant::now());
+        assert!(ticks.recv_timeout(left).is_ok(), "{seen:?} is not {expected:?}");
+        seen.extend(changes(source));
+    }
+}
+
+#[test]
+fn a_watch_notices_what_happens() {
+    let dir = Scratch::new("watch");
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    let ticks = watch(std::slice::from_ref(&dir.0)).unwrap();
+    let mut source = dir.source();
+    assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
+    dir.write("a.yaml", &service_text("a", "10.0.0.2"));
+    wait(&ticks, &mut source, &["+a 10.0.0.2"]);
+    dir.write("a.tmp", &service_text("a", "10.0.0.3"));
+    fs::rename(dir.path("a.tmp"), dir.path("a.yaml")).unwrap();
+    wait(&ticks, &mut source, &["+a 10.0.0.3"]);
+    fs::remove_file(dir.path("a.yaml")).unwrap();
+    wait(&ticks, &mut source, &["-a"]);
+    config_map(&dir, "v1", &[("c.yaml", &service_text("c", "10.0.0.1"))]);
+    wait(&ticks, &mut source, &["+c 10.0.0.1"]);
+    config_map(&dir, "v2", &[("c.yaml", &service_text("c", "10.0.0.2"))]);
+    wait(&ticks, &mut source, &["+c 10.0.0.2"]);
+    // Another directory in its place.
+    fs::remove_dir_all(&dir.0).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    fs::create_dir(&dir.0).unwrap();
+    dir.write("a.yaml", &service_text("a", "10.0.0.4"));
+    dir.write("c.yaml", &service_text("c", "10.0.0.2"));
+    wait(&ticks, &mut source, &["+a 10.0.0.4"]);
+    // The watch is on the new one: this is seen at once, not by the clock.
+    while ticks.recv_timeout(Duration::from_millis(1500)).is_ok() {}
+    dir.write("a.yaml", &service_text("a", "10.0.0.5"));
+    wait(&ticks, &mut source, &["+a 10.0.0.5"]);
+}
+
+#[test]
+fn a_file_is_watched_by_its_directory() {
+    let dir = Scratch::new("watch-file");
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    let path = dir.path("a.yaml");
+    let ticks = watch(std::slice::from_ref(&path)).unwrap();
+    let mut source = Source::new(vec![path], "n1", true);
+    assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
+    dir.write("new", &service_text("a", "10.0.0.2"));
+    fs::rename(dir.path("new"), dir.path("a.yaml")).unwrap();
+    wait(&ticks, &mut source, &["+a 10.0.0.2"]);
+}

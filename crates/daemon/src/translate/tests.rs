@@ -1,1 +1,450 @@
+use k8s_openapi::serde::de::DeserializeOwned;
+use proptest::prelude::*;
 
+use super::*;
+
+fn object<T: DeserializeOwned>(yaml: &str) -> T {
+    serde_saphyr::from_str(yaml).unwrap()
+}
+
+fn translated(spec: &str) -> Translated<model::Service> {
+    service(&object::<Service>(&format!("metadata: {{name: app1}}\nspec: {{{spec}}}")))
+}
+
+/// The object, if any, and the refusals as text.
+fn taken(spec: &str) -> (Option<model::Service>, Vec<String>) {
+    let t = translated(spec);
+    (t.object, t.refusals.iter().map(ToString::to_string).collect())
+}
+
+fn none() -> Vec<String> {
+    Vec::new()
+}
+
+#[test]
+fn a_whole_service() {
+    let service = service(&object::<Service>(
+        r#"
+metadata:
+  name: web
+  namespace: prod
+  uid: 4f1c
+  creationTimestamp: "2024-01-02T03:04:05Z"
+spec:
+  type: NodePort
+  clusterIP: 10.96.0.10
+  clusterIPs: [10.96.0.10, "fd96::a"]
+  sessionAffinity: ClientIP
+  ports:
+  - {name: http, port: 80, targetPort: 8080, nodePort: 30080}
+  - {name: dns, port: 53, protocol: UDP, nodePort: 0}
+  - {name: sctp, port: 53, protocol: SCTP}
+"#,
+    ));
+    assert_eq!(service.name, model::ObjectName::new("prod", "web"));
+    assert_eq!(service.refusals, []);
+    let port = |name: &str, protocol, port, node_port| model::ServicePort {
+        name: name.into(),
+        protocol,
+        port,
+        node_port,
+    };
+    assert_eq!(
+        service.object,
+        Some(model::Service {
+            created: Some(1_704_164_645),
+            uid: "4f1c".into(),
+            cluster_ips: vec!["10.96.0.10".parse().unwrap(), "fd96::a".parse().unwrap()],
+            ports: vec![
+                port("http", Protocol::Tcp, 80, Some(30080)),
+                port("dns", Protocol::Udp, 53, None),
+                port("sctp", Protocol::Sctp, 53, None),
+            ],
+            affinity_timeout_s: Some(10_800),
+        })
+    );
+}
+
+#[test]
+fn services_that_are_left_out() {
+    for spec in [
+        "ports: [{port: 80}]",
+        r#"clusterIP: """#,
+        "clusterIP: None",
+        "clusterIPs: [None], clusterIP: None",
+        "clusterIPs: [None]",
+        "type: ExternalName, externalName: example.org",
+        "type: ExternalName, clusterIP: 10.0.0.1",
+    ] {
+        assert_eq!(taken(spec), (None, none()), "{spec}");
+    }
+    assert_eq!(service(&object::<Service>("metadata: {name: a}")).object, None);
+    let labelled = |label: &str| {
+        let yaml = format!("metadata: {{name: a, labels: {{{label}}}}}\nspec: {{clusterIP: 10.0.0.1}}");
+        service(&object::<Service>(&yaml)).object
+    };
+    assert_eq!(labelled("service.kubernetes.io/service-proxy-name: other"), None);
+    assert_eq!(labelled(r#"service.kubernetes.io/service-proxy-name: """#), None);
+    // Headless by label alone is a matter of slices.
+    assert!(labelled(r#"service.kubernetes.io/headless: """#).is_some());
+}
+
+#[test]
+fn addresses_are_read_leniently() {
+    for (text, address) in [
+        ("10.96.0.1", Some("10.96.0.1")),
+        ("010.096.000.001", Some("10.96.0.1")),
+        ("10.96.0.000000255", Some("10.96.0.255")),
+        ("FD96:0:0:0::00A", Some("fd96::a")),
+        ("::ffff:10.0.0.1", Some("10.0.0.1")),
+        ("fd00::10.0.0.1", Some("fd00::a00:1")),
+        ("10.96.0.300", None),
+        ("10.96.0", None),
+        ("10.96.0.1.2", None),
+        ("10.96..1", None),
+        ("+1.2.3.4", None),
+        ("0x1.2.3.4", None),
+        (" 10.96.0.1", None),
+        ("fe80::1%eth0", None),
+        ("", None),
+        ("10.96.0.0/16", None),
+    ] {
+        assert_eq!(parse_address(text), address.map(|a| a.parse().unwrap()), "{text}");
+    }
+}
+
+#[test]
+fn cluster_ips() {
+    let ips = |spec: &str| {
+        let (object, refusals) = taken(spec);
+        let ips = object.map(|service| service.cluster_ips).unwrap_or_default();
+        (ips.iter().map(ToString::to_string).collect::<Vec<_>>().join(" "), refusals)
+    };
+    assert_eq!(ips("clusterIP: 10.0.0.1"), ("10.0.0.1".to_owned(), none()));
+    assert_eq!(ips("clusterIP: 10.0.0.1, clusterIPs: []"), ("10.0.0.1".to_owned(), none()));
+    assert_eq!(ips(r#"clusterIPs: ["FD00::0:1", 010.0.0.1]"#), ("fd00::1 10.0.0.1".to_owned(), none()));
+    let one = |ip: &str, refusal: &str| (ip.to_owned(), vec![format!("Service default/app1: {refusal}")]);
+    for (spec, ip, refusal) in [
+        (
+            "clusterIP: 10.96.0.300",
+            "",
+            r#"spec.clusterIP: "10.96.0.300" is not an IP address"#,
+        ),
+        (
+            "clusterIPs: [10.0.0.1, 10.0.0.2]",
+            "10.0.0.1",
+            r#"spec.clusterIPs[1]: "10.0.0.2" is one too many; a Service has one address a family"#,
+        ),
+        (
+            r#"clusterIPs: ["nonsense\n", 10.0.0.2]"#,
+            "10.0.0.2",
+            r#"spec.clusterIPs[0]: "nonsense\n" is not an IP address"#,
+        ),
+        (
+            "clusterIP: 0.0.0.0",
+            "",
+            r#"spec.clusterIP: "0.0.0.0" is the unspecified address, which can't be a clusterIP"#,
+        ),
+        (
+            "clusterIP: 127.0.0.9",
+            "",
+            r#"spec.clusterIP: "127.0.0.9" is a loopback address, which can't be a clusterIP"#,
+        ),
+        (
+            "clusterIP: 224.0.0.1",
+            "",
+            r#"spec.clusterIP: "224.0.0.1" is a multicast address, which can't be a clusterIP"#,
+        ),
+        (
+            "clusterIP: 255.255.255.255",
+            "",
+            r#"spec.clusterIP: "255.255.255.255" is the broadcast address, which can't be a clusterIP"#,
+        ),
+        (
+            r#"clusterIP: "ff02::1""#,
+            "",
+            r#"spec.clusterIP: "ff02::1" is a multicast address, which can't be a clusterIP"#,
+        ),
+    ] {
+        assert_eq!(ips(spec), one(ip, refusal), "{spec}");
+    }
+}
+
+#[test]
+fn service_ports_that_are_refused_leave_the_others() {
+    let ports = |kind: &str, ports: &str| {
+        let spec = format!("type: {kind}, clusterIP: 10.0.0.1, ports: [{ports}]");
+        let (object, refusals) = taken(&spec);
+        let ports = object.unwrap().ports.iter().map(|p| (p.port, p.node_port)).collect::<Vec<_>>();
+        let prefix = "Service default/app1: spec.";
+        (ports, refusals.iter().map(|r| r.strip_prefix(prefix).unwrap().to_owned()).collect::<Vec<_>>())
+    };
+    let good = "{name: ok, port: 7}";
+    for (entry, refusal) in [
+        ("{name: a, port: 0}", "ports[1].port: 0 is not a port (1 to 65535)"),
+        ("{name: a, port: -1}", "ports[1].port: -1 is not a port (1 to 65535)"),
+        ("{name: a, port: 65536}", "ports[1].port: 65536 is not a port (1 to 65535)"),
+        ("{name: a}", "ports[1].port: 0 is not a port (1 to 65535)"),
+        ("{name: a, port: 80, protocol: TPC}", r#"ports[1].protocol: "TPC" is not TCP, UDP or SCTP"#),
+        ("{name: a, port: 80, protocol: udp}", r#"ports[1].protocol: "udp" is not TCP, UDP or SCTP"#),
+        ("{name: a, port: 7}", "ports[1].port: 7 is already a TCP port of this Service"),
+        ("{name: ok, port: 8}", r#"ports[1].name: "ok" is already the name of a port of this Service"#),
+    ] {
+        let all = format!("{good}, {entry}, {{name: z, port: 9}}");
+        let expected = (vec![(7, None), (9, None)], vec![refusal.to_owned()]);
+        assert_eq!(ports("ClusterIP", &all), expected, "{entry}");
+    }
+    // The same number or name over another protocol is another port.
+    let both = format!("{good}, {{name: ok, port: 7, protocol: UDP}}");
+    assert_eq!(ports("ClusterIP", &both), (vec![(7, None), (7, None)], none()));
+    // An empty protocol is the default, as the API server has it.
+    assert_eq!(ports("ClusterIP", r#"{port: 7, protocol: ""}"#), (vec![(7, None)], none()));
+}
+
+#[test]
+fn node_ports() {
+    let node_ports = |spec: &str| {
+        let (object, refusals) = taken(&format!("clusterIP: 10.0.0.1, {spec}"));
+        (object.unwrap().ports.iter().map(|p| p.node_port).collect::<Vec<_>>(), refusals)
+    };
+    let one = "ports: [{port: 80, nodePort: 30000}]";
+    for kind in ["NodePort", "LoadBalancer"] {
+        assert_eq!(node_ports(&format!("type: {kind}, {one}")), (vec![Some(30000)], none()));
+    }
+    assert_eq!(node_ports(&format!("type: ClusterIP, {one}")), (vec![None], none()));
+    assert_eq!(node_ports(one), (vec![None], none()));
+    let refused = |text: &str| vec![format!("Service default/app1: {text}")];
+    assert_eq!(
+        node_ports("type: NodePort, ports: [{port: 80, nodePort: 70000}]"),
+        (vec![None], refused("spec.ports[0].nodePort: 70000 is not a port (1 to 65535)"))
+    );
+    let twice = "ports: [{name: a, port: 80, nodePort: 30000}, {name: b, port: 81, nodePort: 30000}, \
+                 {name: b, port: 81, nodePort: 30000, protocol: UDP}]";
+    assert_eq!(
+        node_ports(&format!("type: NodePort, {twice}")),
+        (
+            vec![Some(30000), None, Some(30000)],
+            refused("spec.ports[1].nodePort: 30000 is already a TCP nodePort of this Service")
+        )
+    );
+    assert_eq!(
+        node_ports(&format!("type: NodeProt, {one}")),
+        (
+            vec![None],
+            refused(
+                "spec.type: \"NodeProt\" is not ClusterIP, NodePort, LoadBalancer or \
+                 ExternalName; it is served as ClusterIP"
+            )
+        )
+    );
+}
+
+#[test]
+fn session_affinity() {
+    let affinity = |spec: &str| {
+        let (object, refusals) = taken(&format!("clusterIP: 10.0.0.1, {spec}"));
+        (object.unwrap().affinity_timeout_s, refusals)
+    };
+    let timeout = |s: &str| {
+        affinity(&format!(
+            "sessionAffinity: ClientIP, sessionAffinityConfig: {{clientIP: {{timeoutSeconds: {s}}}}}"
+        ))
+    };
+    assert_eq!(affinity("sessionAffinity: None"), (None, none()));
+    assert_eq!(affinity(r#"sessionAffinity: """#), (None, none()));
+    assert_eq!(affinity("sessionAffinity: ClientIP"), (Some(10_800), none()));
+    assert_eq!(timeout("null"), (Some(10_800), none()));
+    assert_eq!(timeout("1"), (Some(1), none()));
+    assert_eq!(timeout("86400"), (Some(86_400), none()));
+    for wrong in ["0", "-1", "86401"] {
+        let refusal = format!(
+            "Service default/app1: spec.sessionAffinityConfig.clientIP.timeoutSeconds: {wrong} \
+             is not 1 to 86400; 10800 is used"
+        );
+        assert_eq!(timeout(wrong), (Some(10_800), vec![refusal]));
+    }
+    let refusal = r#"Service default/app1: spec.sessionAffinity: "clientIP" is not None or ClientIP"#;
+    assert_eq!(affinity("sessionAffinity: clientIP"), (None, vec![refusal.to_owned()]));
+}
+
+fn sliced(head: &str, body: &str) -> (Option<model::Slice>, Vec<String>) {
+    let yaml = format!("metadata: {{name: s, namespace: ns{head}}}\n{body}");
+    let t = slice(&object::<EndpointSlice>(&yaml), "n1");
+    (t.object, t.refusals.iter().map(ToString::to_string).collect())
+}
+
+const OF_WEB: &str = ", labels: {kubernetes.io/service-name: web}";
+
+#[test]
+fn a_whole_slice() {
+    let (object, refusals) = sliced(
+        OF_WEB,
+        r#"
+addressType: IPv4
+ports:
+- {name: http, port: 8080}
+- {name: "", port: 53, protocol: UDP}
+- {name: x, port: 5, protocol: SCTP}
+endpoints:
+- {addresses: [010.1.0.1, 10.1.0.9], nodeName: n1}
+- {addresses: [10.1.0.2], nodeName: n2, conditions: {ready: false}}
+- {addresses: [10.1.0.3], conditions: {ready: false, serving: true, terminating: true}}
+- {addresses: [10.1.0.4], conditions: {ready: true, serving: false, terminating: null}}
+"#,
+    );
+    assert_eq!(refusals, none());
+    let port = |name: &str, protocol, port| model::SlicePort { name: name.into(), protocol, port };
+    let endpoint = |last: u8, ready, serving, terminating, local| model::Endpoint {
+        address: [10, 1, 0, last].into(),
+        ready,
+        serving,
+        terminating,
+        local,
+    };
+    assert_eq!(
+        object,
+        Some(model::Slice {
+            service: model::ObjectName::new("ns", "web"),
+            family: Family::V4,
+            ports: vec![
+                port("http", Protocol::Tcp, 8080),
+                port("", Protocol::Udp, 53),
+                port("x", Protocol::Sctp, 5),
+            ],
+            endpoints: vec![
+                endpoint(1, true, true, false, true),
+                endpoint(2, false, true, false, false),
+                endpoint(3, false, true, true, false),
+                endpoint(4, true, false, false, false),
+            ],
+        })
+    );
+}
+
+#[test]
+fn slices_that_are_left_out_or_refused() {
+    let body = "addressType: IPv4\nports: []\nendpoints: []";
+    assert!(sliced(OF_WEB, body).0.is_some());
+    for head in [
+        "",
+        ", labels: {}",
+        r#", labels: {kubernetes.io/service-name: ""}"#,
+        r#", labels: {kubernetes.io/service-name: web, service.kubernetes.io/headless: ""}"#,
+    ] {
+        assert_eq!(sliced(head, body), (None, none()), "{head}");
+    }
+    // Only a Service can be another proxy's.
+    let head = ", labels: {kubernetes.io/service-name: web, service.kubernetes.io/service-proxy-name: x}";
+    assert!(sliced(head, body).0.is_some());
+    assert_eq!(sliced(OF_WEB, "addressType: FQDN"), (None, none()));
+    for (body, value) in [("addressType: IPv5", "\"IPv5\""), ("ports: []", "\"\"")] {
+        let refusal = format!("EndpointSlice ns/s: addressType: {value} is not IPv4 or IPv6");
+        assert_eq!(sliced(OF_WEB, body), (None, vec![refusal]));
+    }
+}
+
+#[test]
+fn ports_of_slices() {
+    let ports = |ports: &str| {
+        let (object, refusals) = sliced(OF_WEB, &format!("addressType: IPv6\n{ports}"));
+        let ports: Vec<u16> = object.unwrap().ports.iter().map(|p| p.port).collect();
+        let prefix = "EndpointSlice ns/s: ";
+        (ports, refusals.iter().map(|r| r.strip_prefix(prefix).unwrap().to_owned()).collect::<Vec<_>>())
+    };
+    let unnamed = "ports: null names no ports, so the endpoints of this slice are not used; \
+                   list the ports of the Service";
+    assert_eq!(ports("ports: null"), (vec![], vec![unnamed.to_owned()]));
+    assert_eq!(ports(""), (vec![], vec![unnamed.to_owned()]));
+    assert_eq!(ports("ports: []"), (vec![], none()));
+    assert_eq!(ports("ports: [{name: a}, {name: b, port: 0}, {port: null}]"), (vec![], none()));
+    for (entry, refusal) in [
+        (
+            "{port: 80}",
+            "ports[0].name: null names no port, so this one is not used; write \"\" for an unnamed port",
+        ),
+        ("{name: a, port: 65536}", "ports[0].port: 65536 is not a port (1 to 65535)"),
+        ("{name: a, port: -5}", "ports[0].port: -5 is not a port (1 to 65535)"),
+        ("{name: a, port: 5, protocol: ICMP}", "ports[0].protocol: \"ICMP\" is not TCP, UDP or SCTP"),
+    ] {
+        let all = format!("ports: [{entry}, {{name: z, port: 9}}]");
+        assert_eq!(ports(&all), (vec![9], vec![refusal.to_owned()]), "{entry}");
+    }
+}
+
+#[test]
+fn endpoints_that_are_refused_leave_the_others() {
+    let endpoints = |family: &str, first: &str, good: &str| {
+        let body = format!(
+            "addressType: {family}\nports: []\nendpoints: [{{addresses: [{first}]}}, {{addresses: [\"{good}\"]}}]"
+        );
+        let (object, refusals) = sliced(OF_WEB, &body);
+        let addresses: Vec<String> =
+            object.unwrap().endpoints.iter().map(|e| e.address.to_string()).collect();
+        assert_eq!(addresses, [good], "{first}");
+        refusals
+    };
+    for (address, reason) in [
+        ("\"10.0.0.300\"", "is not an IP address"),
+        ("\"fd00::1\"", "is not an IPv4 address, which this slice holds"),
+        ("\"127.0.0.1\"", "is a loopback address, which can't be an endpoint"),
+        ("\"0.0.0.0\"", "is the unspecified address, which can't be an endpoint"),
+        ("\"239.1.1.1\"", "is a multicast address, which can't be an endpoint"),
+        ("\"169.254.3.4\"", "is a link-local address, which can't be an endpoint"),
+    ] {
+        let refusal = format!("EndpointSlice ns/s: endpoints[0].addresses[0]: {address} {reason}");
+        assert_eq!(endpoints("IPv4", address, "10.0.0.1"), [refusal]);
+    }
+    for (address, reason) in [
+        ("\"10.0.0.1\"", "is not an IPv6 address, which this slice holds"),
+        ("\"::ffff:10.0.0.1\"", "is not an IPv6 address, which this slice holds"),
+        ("\"::1\"", "is a loopback address, which can't be an endpoint"),
+        ("\"fe80::1\"", "is a link-local address, which can't be an endpoint"),
+        ("\"ff02::1\"", "is a multicast address, which can't be an endpoint"),
+    ] {
+        let refusal = format!("EndpointSlice ns/s: endpoints[0].addresses[0]: {address} {reason}");
+        assert_eq!(endpoints("IPv6", address, "fd00::1"), [refusal]);
+    }
+    let refusal = "EndpointSlice ns/s: endpoints[0].addresses: [] holds no address";
+    assert_eq!(endpoints("IPv4", "", "10.0.0.1"), [refusal]);
+}
+
+#[test]
+fn the_node() {
+    let t = node(&object::<Node>(
+        r#"
+metadata: {name: n1}
+status:
+  addresses:
+  - {type: InternalIP, address: 192.168.1.1}
+  - {type: InternalIP, address: "FD00::0:1"}
+  - {type: ExternalIP, address: 203.0.113.9}
+  - {type: Hostname, address: n1}
+  - {type: InternalDNS, address: n1.local}
+  - {type: InternalIP, address: n1}
+"#,
+    ));
+    let addresses: Vec<String> =
+        t.object.unwrap().addresses.iter().map(ToString::to_string).collect();
+    assert_eq!(addresses, ["192.168.1.1", "203.0.113.9", "fd00::1"]);
+    let refusals: Vec<String> = t.refusals.iter().map(ToString::to_string).collect();
+    assert_eq!(refusals, [r#"Node n1: status.addresses[5].address: "n1" is not an IP address"#]);
+    assert_eq!(
+        node(&object::<Node>("metadata: {name: n1}")).object,
+        Some(model::Node::default())
+    );
+}
+
+proptest! {
+    #[test]
+    fn any_canonical_address_is_itself(bits: u128, v4: u32) {
+        let v6 = IpAddr::V6(Ipv6Addr::from_bits(bits));
+        let v4 = IpAddr::V4(Ipv4Addr::from_bits(v4));
+        prop_assert_eq!(parse_address(&v6.to_string()), Some(v6.to_canonical()));
+        prop_assert_eq!(parse_address(&v4.to_string()), Some(v4));
+    }
+
+    #[test]
+    fn no_text_is_too_strange(text in "[0-9a-f.:]{0,20}|.{0,20}") {
+        let _ = parse_address(&text);
+    }
+}

@@ -412,7 +412,40 @@ impl Document<'_> {
     /// The kind of the document's object; none of an empty document.
     fn kind(&self) -> Result<Option<Kind>, Fault> {
         self.syntax.clone()?;
+        if let Some(kind) = self.plain_head().and_then(|head| Kind::of(&head).ok())
+            && kind != Kind::Ignored
+        {
+            return Ok(Some(kind));
+        }
         self.parse::<Option<Head>>()?.map(|head| Kind::of(&head)).transpose()
+    }
+
+    /// What a document in plain block style says about its kind, without a parser, which takes
+    /// as long for this as for the whole object. `None` in all cases that are not plain.
+    fn plain_head(&self) -> Option<Head> {
+        if self.format != Format::Yaml {
+            return None;
+        }
+        let mut head = Head::default();
+        for line in self.text.lines() {
+            let field = match line.split_once(':') {
+                Some(("kind", value)) => Some((&mut head.kind, value)),
+                Some(("apiVersion", value)) => Some((&mut head.api_version, value)),
+                // A key, a nested line, an item or a comment: nothing else starts a line here.
+                _ if line.starts_with(|c: char| c.is_ascii_alphabetic() || " #-".contains(c)) => None,
+                _ if line.trim().is_empty() => None,
+                _ => return None,
+            };
+            if let Some((field, value)) = field {
+                let value = value.trim();
+                let word = |b: u8| b.is_ascii_alphanumeric() || b == b'.' || b == b'/';
+                if field.is_some() || value.is_empty() || !value.bytes().all(word) {
+                    return None;
+                }
+                *field = Some(value.to_owned());
+            }
+        }
+        Some(head).filter(|head| head.kind.is_some() && head.api_version.is_some())
     }
 
     fn read_list(&self, of: Option<&'static str>) -> Result<(Vec<Object>, Vec<Fault>), Fault> {
@@ -461,34 +494,44 @@ impl Document<'_> {
         self.parse_seed(std::marker::PhantomData)
     }
 
-    fn parse_seed<'a, S: DeserializeSeed<'a>>(&'a self, seed: S) -> Result<S::Value, Fault> {
-        let mut track = serde_path_to_error::Track::new();
-        let mut fault = match self.format {
-            Format::Yaml => {
-                let parsed = serde_saphyr::with_deserializer_from_str_with_options(
-                    self.text,
-                    yaml_options(),
-                    |de| seed.deserialize(serde_path_to_error::Deserializer::new(de, &mut track)),
-                );
-                match parsed {
-                    Ok(value) => return Ok(value),
-                    Err(error) => yaml_fault(&error, self.text),
-                }
-            }
+    fn parse_seed<'a, S: DeserializeSeed<'a> + Copy>(&'a self, seed: S) -> Result<S::Value, Fault> {
+        self.parse_at(seed, None).or_else(|_| {
+            // To note where in the object the parser is costs a third more: only for errors.
+            let mut track = serde_path_to_error::Track::new();
+            let parsed = self.parse_at(seed, Some(&mut track));
+            parsed.map_err(|mut fault| {
+                let path = track.path();
+                fault.field = (path.iter().len() > 0).then(|| path.to_string());
+                fault
+            })
+        })
+    }
+
+    fn parse_at<'a, S: DeserializeSeed<'a>>(
+        &'a self,
+        seed: S,
+        track: Option<&mut serde_path_to_error::Track>,
+    ) -> Result<S::Value, Fault> {
+        use serde_path_to_error::Deserializer as Tracking;
+        match self.format {
+            Format::Yaml => serde_saphyr::with_deserializer_from_str_with_options(
+                self.text,
+                yaml_options(),
+                |de| match track {
+                    Some(track) => seed.deserialize(Tracking::new(de, track)),
+                    None => seed.deserialize(de),
+                },
+            )
+            .map_err(|error| yaml_fault(&error, self.text)),
             Format::Json => {
                 let mut de = serde_json::Deserializer::from_str(self.text);
-                let de = serde_path_to_error::Deserializer::new(&mut de, &mut track);
-                match seed.deserialize(de) {
-                    Ok(value) => return Ok(value),
-                    Err(error) => json_fault(&error),
-                }
+                let parsed = match track {
+                    Some(track) => seed.deserialize(Tracking::new(&mut de, track)),
+                    None => seed.deserialize(&mut de),
+                };
+                parsed.map_err(|error| json_fault(&error))
             }
-        };
-        let path = track.path();
-        if path.iter().len() > 0 {
-            fault.field = Some(path.to_string());
         }
-        Err(fault)
     }
 
     /// Adds the name of the object, if it can be read at all.
@@ -611,8 +654,6 @@ fn yaml_options() -> serde_saphyr::Options {
             max_events: usize::MAX,
             max_nodes: usize::MAX,
             max_total_scalar_bytes: usize::MAX,
-            max_total_comment_bytes: usize::MAX,
-            max_buffered_comment_events: 100_000,
         },
     }
 }
@@ -634,6 +675,7 @@ impl<'de> DeserializeSeed<'de> for Kind {
 }
 
 /// A list whose items have these kinds. Typed at once, so that errors keep their place.
+#[derive(Clone, Copy)]
 struct List<'a>(&'a [Kind]);
 
 impl<'de> DeserializeSeed<'de> for List<'_> {

@@ -144,7 +144,7 @@ impl Daemon {
         self.child.id()
     }
 
-    /// Waits until it has applied something and then nothing more for a while.
+    /// Waits until all is in force, and then until it says nothing more for a while.
     pub fn settle(&mut self) {
         wait_until("the daemon applied what it read", || {
             let exited = self.child.try_wait().expect("the daemon's state");
@@ -153,7 +153,7 @@ impl Daemon {
                 "the daemon ended: {exited:?}\n{}",
                 self.log()
             );
-            self.log().contains("applied")
+            self.log().contains("is in force")
         });
         let mut before = String::new();
         wait_until("the daemon came to rest", || {

@@ -33,6 +33,8 @@ pub struct Controller<D> {
     kernel: D,
     /// The kernel was read once: nothing is written before.
     adopted: bool,
+    /// All was written once, as far as the kernel took it.
+    in_force: bool,
     /// Every source had listed when the kernel was read last.
     pruned: bool,
     /// The kernel must be read, but not before this.
@@ -47,6 +49,7 @@ impl<D: Dataplane> Controller<D> {
             planner,
             kernel,
             adopted: false,
+            in_force: false,
             pruned: false,
             read_at: Some(Instant::now()),
         }
@@ -126,11 +129,15 @@ impl<D: Dataplane> Controller<D> {
             let took_ms = started.elapsed().as_millis();
             info!(ops = done, failed = refused, took_ms, "applied");
         }
+        if !std::mem::replace(&mut self.in_force, true) {
+            info!(failed = refused, "what the manifests say is in force");
+        }
     }
 
     fn read(&mut self, now: Instant) {
         match self.kernel.read(self.planner.base()) {
             Ok(state) => {
+                info!(items = state.len(), "read the kernel");
                 self.pruned = self.source.is_complete();
                 self.planner.resync(state, self.pruned, now);
                 self.adopted = true;

@@ -112,11 +112,12 @@ impl Plan<'_> {
         self.virtual_server(address, port.port, port.protocol, servers);
         self.entry(family, Role::IpvsIps, Entry::Ip(address));
         self.items.push((Key::Address(address), Value::Present));
-        self.entry(
-            family,
-            Role::Serving,
-            Entry::IpPort(address, port.protocol, port.port),
-        );
+        // Without a real server IPVS refuses by an ICMP error, which TCP on this very machine takes
+        // note of only a second later; the filter refuses at once.
+        if !servers.is_empty() {
+            let entry = Entry::IpPort(address, port.protocol, port.port);
+            self.entry(family, Role::Serving, entry);
+        }
     }
 
     /// The port on each address of the node.

@@ -52,8 +52,8 @@ pub enum Role {
     /// Ours, not kube-proxy's: virtual servers on addresses that are not on the dummy link, so
     /// that they are known as ours after a crash.
     Owned,
-    /// Ours, not kube-proxy's: VIP and port that a virtual server serves now. It is what the
-    /// filter lets pass: filled last, emptied first, so that no VIP and port ever reaches a
+    /// Ours, not kube-proxy's: VIP and port that a virtual server with real servers serves now. It
+    /// is what the filter lets pass: filled last, emptied first, so that no VIP and port ever reaches a
     /// socket of the host.
     Serving,
 }

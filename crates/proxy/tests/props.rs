@@ -460,8 +460,8 @@ fn a_refused_key_stops_nothing_else_and_is_tried_again() {
         .keys()
         .filter(|k| !world.kernel.state.contains_key(k))
         .collect();
-    // Its address and what would let packets in wait for it; all else is there.
-    assert_eq!(missing.len(), 3, "{missing:?}");
+    // Its address waits for it; all else is there.
+    assert_eq!(missing.len(), 2, "{missing:?}");
     assert!(missing.contains(&servers[1]));
     let tries = world
         .kernel

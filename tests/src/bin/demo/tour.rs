@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tests::daemon::{PATIENCE, service, slice};
 use tests::netns::Namespace;
 use tests::topology::{BRIDGE, NODE, OUTSIDE, pod_addresses};
-use tests::traffic::{Answer, HeldConnection, hold, http_get, udp_ask};
+use tests::traffic::{Answer, Client, HeldConnection};
 
 use crate::{APP1, CLIENT, FLAGS, Stage, check, kernel, show};
 
@@ -22,6 +22,11 @@ const DNS: SocketAddr = SocketAddr::new(CLUSTER_IP, 53);
 const HTTP_LINE: &str = "TCP  10.96.0.10:80 ";
 const NODE_PORT_LINE: &str = "TCP  192.168.10.11:30080 ";
 const LEAVING: &str = "10.0.0.4:8080";
+/// On a busy machine the whole guest may stand still for seconds, which is no failed request.
+const PATIENT: Client = Client {
+    source: None,
+    timeout: Duration::from_secs(10),
+};
 /// Requests of one kind.
 const REQUESTS: usize = 12;
 /// Requests while the endpoints stay as they are.
@@ -135,8 +140,12 @@ fn ask(
     to: SocketAddr,
     seen: IpAddr,
 ) -> BTreeMap<String, usize> {
-    let request = if kind == "UDP" { udp_ask } else { http_get };
-    let answers: Vec<_> = from.enter(|| (0..REQUESTS).map(|_| request(to)).collect());
+    let request = if kind == "UDP" {
+        Client::udp_ask
+    } else {
+        Client::http_get
+    };
+    let answers: Vec<_> = from.enter(|| (0..REQUESTS).map(|_| request(&PATIENT, to)).collect());
     let mut counts = BTreeMap::new();
     for answer in answers {
         let Answer { name, peer } = answer.unwrap_or_else(|error| {
@@ -231,7 +240,7 @@ impl Traffic {
         from.enter(|| {
             while !self.ended.load(Ordering::SeqCst) {
                 let phase = self.phase.load(Ordering::SeqCst);
-                let answer = http_get(to).map(|answer| answer.name);
+                let answer = PATIENT.http_get(to).map(|answer| answer.name);
                 let answer = answer.map_err(|error| format!("{to} {error}"));
                 self.answers
                     .lock()
@@ -279,8 +288,11 @@ fn drain(stage: &Stage) {
     println!(
         "\n5. The endpoint 10.0.0.4 leaves and comes back, while requests go on from the pod and from outside."
     );
-    let hold =
-        || hold(HTTP).unwrap_or_else(|error| panic!("expected {HTTP} to answer, but saw: {error}"));
+    let hold = || {
+        PATIENT
+            .hold(HTTP)
+            .unwrap_or_else(|error| panic!("expected {HTTP} to answer, but saw: {error}"))
+    };
     let mut held: [HeldConnection; 3] = pod.enter(|| std::array::from_fn(|_| hold()));
     held.sort_by(|a, b| a.answer.name.cmp(&b.answer.name));
     let names: Vec<_> = held.iter().map(|held| held.answer.name.as_str()).collect();

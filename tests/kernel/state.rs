@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use tests::daemon::{Daemon, Manifests, binary, service, wait_until};
+use tests::daemon::{Daemon, Manifests, binary, service, slice, wait_until};
 use tests::netns::Namespace;
 use tests::strace::Trace;
 use tests::tap::{Asked, Tap};
@@ -258,15 +258,18 @@ fn what_is_there_is_never_written_again() {
 /// until then. What was asked for.
 fn one_service_comes_and_goes(world: &World, tap: &Tap) -> Vec<Asked> {
     tap.take(); // what this test's own tools asked
-    world.manifests.write(
-        "late.yaml",
-        &service("late", &["10.96.9.9"], &[("", "TCP", 80, 0)]),
-    );
+    let endpoint = ("10.9.9.9".parse().unwrap(), true, "elsewhere");
+    let late = [
+        service("late", &["10.96.9.9"], &[("", "TCP", 80, 0)]),
+        slice("late", "late", &[("", "TCP", 8080)], &[endpoint]),
+    ];
+    world.manifests.write("late.yaml", &late.concat());
     let mut asked = tap.until("ipset ADD KUBE-IPVS-SERVING");
     let added = [
         "ipset ADD KUBE-CLUSTER-IP",
         "ipset ADD KUBE-IPVS-IPS",
         "ipvs NEW_SERVICE 10.96.9.9:80",
+        "ipvs NEW_DEST 10.96.9.9:80 10.9.9.9:8080 weight 1",
         "route 20",
         "ipset ADD KUBE-IPVS-SERVING",
     ];

@@ -4,8 +4,10 @@
 //! - [`list`] and [`save`] format a table (pure)
 //! - [`run`] does what a command line asks for with the kernel's table
 //!
-//! Differences: no module is loaded; connections, timeouts and sync daemons are not listed;
-//! firewall marks from 2^31 up are written as `ipvsadm` writes them, negative.
+//! Differences: no module is loaded; connections, timeouts and sync daemons are not listed; a
+//! persistence mask that is no prefix (`-M 24`, which is 0.0.0.24) is shown as the prefix that
+//! [`ipvs_netlink::Persistence`] holds; of options that only editing commands take, the values
+//! are not checked.
 
 mod args;
 mod format;
@@ -16,9 +18,7 @@ use std::collections::BTreeSet;
 use std::io::Write;
 use std::process::ExitCode;
 
-use ipvs_netlink::{
-    Client, Error, RealServer, RealServerEntry, VirtualServer, VirtualServerEntry,
-};
+use ipvs_netlink::{Client, Error, RealServer, RealServerEntry, VirtualServer, VirtualServerEntry};
 
 pub use args::{Command, ListOptions, UsageError, View, parse};
 pub use format::{Header, list, save};
@@ -102,7 +102,10 @@ fn answer(args: &[String]) -> Result<String, UsageError> {
             let table = read(&mut client, None)?;
             let names = names(&table, numeric);
             let plain = table.into_iter().map(|(server, real_servers)| {
-                (server.server, real_servers.into_iter().map(|entry| entry.server).collect())
+                (
+                    server.server,
+                    real_servers.into_iter().map(|entry| entry.server).collect(),
+                )
             });
             Ok(save(&plain.collect::<Vec<_>>(), names.as_ref()))
         }
@@ -111,7 +114,10 @@ fn answer(args: &[String]) -> Result<String, UsageError> {
             let info = client.info().map_err(no_ipvs)?;
             let table = read(&mut client, options.service)?;
             let names = names(&table, options.numeric);
-            let header = Header { version: info.version, table_size: info.connection_table_size };
+            let header = Header {
+                version: info.version,
+                table_size: info.connection_table_size,
+            };
             Ok(list(&table, header, &options, names.as_ref()))
         }
     }
@@ -125,7 +131,12 @@ fn read(
         None => client.virtual_servers().map_err(failed)?,
         Some(key) => match client.virtual_server(key).map_err(failed)? {
             Some(entry) => vec![entry],
-            None => return Err(UsageError { text: "No such service".to_owned(), exit: 1 }),
+            None => {
+                return Err(UsageError {
+                    text: "No such service".to_owned(),
+                    exit: 1,
+                });
+            }
         },
     };
     let with_real_servers = |entry: VirtualServerEntry| {
@@ -143,7 +154,8 @@ fn names(table: &[Listed], numeric: bool) -> Option<Names> {
                 ipvs_netlink::VirtualServerKey::Address { address, .. } => Some(address),
                 ipvs_netlink::VirtualServerKey::FirewallMark { .. } => None,
             };
-            vip.into_iter().chain(real_servers.iter().map(|entry| entry.server.key.address))
+            vip.into_iter()
+                .chain(real_servers.iter().map(|entry| entry.server.key.address))
         })
         .collect();
     (!numeric).then(|| Names::system().with_hosts(&addresses))
@@ -166,7 +178,10 @@ fn no_ipvs(error: Error) -> UsageError {
 fn failed(error: Error) -> UsageError {
     match error {
         Error::Permission { .. } => no_ipvs(error),
-        other => UsageError { text: other.to_string(), exit: 1 },
+        other => UsageError {
+            text: other.to_string(),
+            exit: 1,
+        },
     }
 }
 

@@ -64,7 +64,7 @@ pub enum Format {
 
 /// Why a file can't be used. Displays as one line:
 /// `app.yaml:12: Service default/app1: spec.ports[0].port: invalid value: "x", expected i32`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ManifestError {
     /// The file as it was named; `stdin` for `-`.
     pub file: String,
@@ -103,7 +103,14 @@ impl std::error::Error for ManifestError {}
 /// The objects that can be read, and an error for each thing that can't.
 #[must_use]
 pub fn read_file(path: &Path) -> (Vec<Placed>, Vec<ManifestError>) {
-    let (file, text) = match text_of(path) {
+    parse(path, text_of(path))
+}
+
+fn parse(
+    path: &Path,
+    read: Result<(String, String), ManifestError>,
+) -> (Vec<Placed>, Vec<ManifestError>) {
+    let (file, text) = match read {
         Ok(read) => read,
         Err(error) => return (Vec::new(), vec![error]),
     };
@@ -210,7 +217,10 @@ impl Fault {
     }
 
     fn of_object(self) -> Fault {
-        Fault { object_only: true, ..self }
+        Fault {
+            object_only: true,
+            ..self
+        }
     }
 
     fn in_file(self, file: &str, first_line: usize) -> ManifestError {
@@ -280,21 +290,21 @@ fn split_json(text: &str) -> Vec<Document<'_>> {
     let mut values = serde_json::Deserializer::from_str(text).into_iter::<IgnoredAny>();
     let mut at = 0;
     let mut line = 1;
-    while let Some(value) = values.next() {
-        let syntax = value.map(|_| ()).map_err(|error| {
-            let mut fault = json_fault(&error);
-            fault.line = fault.line.map(|number| (number + 1).saturating_sub(line));
-            fault
-        });
-        let end = if syntax.is_ok() {
+    while let Some(read) = values.next() {
+        let end = if read.is_ok() {
             values.byte_offset()
         } else {
             text.len()
         };
         let part = text.get(at..end).unwrap_or_default();
         let value = part.trim_start();
-        let before = part.len() - value.len();
-        line += newlines(part.as_bytes().get(..before).unwrap_or_default());
+        let before = part.get(..part.len() - value.len()).unwrap_or_default();
+        line += newlines(before.as_bytes());
+        let syntax = read.map(|_| ()).map_err(|error| {
+            let mut fault = json_fault(&error);
+            fault.line = fault.line.map(|number| (number + 1).saturating_sub(line));
+            fault
+        });
         let failed = syntax.is_err();
         documents.push(Document {
             line,
@@ -398,7 +408,9 @@ impl Document<'_> {
             Ok(None | Some(Kind::Ignored)) => (Vec::new(), Vec::new()),
             Ok(Some(Kind::List(of))) => self.read_list(of).unwrap_or_else(nothing_but),
             Ok(Some(kind)) => {
-                let read = self.parse_seed(kind).map_err(|fault| self.named(fault, kind));
+                let read = self
+                    .parse_seed(kind)
+                    .map_err(|fault| self.named(fault, kind));
                 let object = read.and_then(|object| object.map(|o| checked(o, "")).transpose());
                 match object {
                     Ok(object) => (Vec::from_iter(object), Vec::new()),
@@ -417,7 +429,9 @@ impl Document<'_> {
         {
             return Ok(Some(kind));
         }
-        self.parse::<Option<Head>>()?.map(|head| Kind::of(&head)).transpose()
+        self.parse::<Option<Head>>()?
+            .map(|head| Kind::of(&head))
+            .transpose()
     }
 
     /// What a document in plain block style says about its kind, without a parser, which takes
@@ -432,7 +446,9 @@ impl Document<'_> {
                 Some(("kind", value)) => Some((&mut head.kind, value)),
                 Some(("apiVersion", value)) => Some((&mut head.api_version, value)),
                 // A key, a nested line, an item or a comment: nothing else starts a line here.
-                _ if line.starts_with(|c: char| c.is_ascii_alphabetic() || " #-".contains(c)) => None,
+                _ if line.starts_with(|c: char| c.is_ascii_alphabetic() || " #-".contains(c)) => {
+                    None
+                }
                 _ if line.trim().is_empty() => None,
                 _ => return None,
             };
@@ -455,7 +471,11 @@ impl Document<'_> {
         for (i, mut head) in heads.into_iter().enumerate() {
             if of.is_some() {
                 head.kind = head.kind.or(of.map(str::to_owned));
-                let listed = if of == Some("EndpointSlice") { DISCOVERY } else { CORE };
+                let listed = if of == Some("EndpointSlice") {
+                    DISCOVERY
+                } else {
+                    CORE
+                };
                 head.api_version = head.api_version.or(Some(listed.to_owned()));
             }
             let kind = Kind::of(&head).and_then(|kind| match kind {
@@ -474,7 +494,11 @@ impl Document<'_> {
                     let items = objects.into_iter().enumerate();
                     let checked = items.filter_map(|(i, o)| o.map(|o| checked(o, &item(i))));
                     let (good, bad): (Vec<_>, Vec<_>) = checked.partition(Result::is_ok);
-                    faults.extend(bad.into_iter().filter_map(Result::err).map(Fault::of_object));
+                    faults.extend(
+                        bad.into_iter()
+                            .filter_map(Result::err)
+                            .map(Fault::of_object),
+                    );
                     return Ok((good.into_iter().flatten().collect(), faults));
                 }
                 Err(fault) => {
@@ -496,7 +520,7 @@ impl Document<'_> {
 
     fn parse_seed<'a, S: DeserializeSeed<'a> + Copy>(&'a self, seed: S) -> Result<S::Value, Fault> {
         self.parse_at(seed, None).or_else(|_| {
-            // To note where in the object the parser is costs a third more: only for errors.
+            // To note where in the object the parser is takes time on every key: only for errors.
             let mut track = serde_path_to_error::Track::new();
             let parsed = self.parse_at(seed, Some(&mut track));
             parsed.map_err(|mut fault| {
@@ -575,7 +599,11 @@ fn nothing_but(fault: Fault) -> (Vec<Object>, Vec<Fault>) {
 impl Fault {
     /// The number of the list's item that the error is in.
     fn item(&self) -> Option<usize> {
-        let (index, _) = self.field.as_deref()?.strip_prefix("items[")?.split_once(']')?;
+        let (index, _) = self
+            .field
+            .as_deref()?
+            .strip_prefix("items[")?
+            .split_once(']')?;
         index.parse().ok()
     }
 
@@ -614,20 +642,32 @@ fn checked(object: Object, outer: &str) -> Result<Object, Fault> {
 
 fn yaml_fault(error: &serde_saphyr::Error, text: &str) -> Fault {
     use serde_saphyr::{Error, MessageFormatter as _};
-    let line = error.location().and_then(|at| usize::try_from(at.line()).ok());
+    let line = error
+        .location()
+        .and_then(|at| usize::try_from(at.line()).ok());
     let error = error.without_snippet();
     let message = match error {
         // The parser's own words leave out the value.
         Error::InvalidScalar { ty, location } => {
             let span = location.span();
             let start = span.byte_offset().and_then(|at| usize::try_from(at).ok());
-            let length = span.byte_len().and_then(|length| usize::try_from(length).ok());
-            let value = start.zip(length).and_then(|(at, length)| text.get(at..at + length));
-            format!("invalid value: {:?}, expected {ty}", value.unwrap_or_default())
+            let length = span
+                .byte_len()
+                .and_then(|length| usize::try_from(length).ok());
+            let value = start
+                .zip(length)
+                .and_then(|(at, length)| text.get(at..at + length));
+            format!(
+                "invalid value: {:?}, expected {ty}",
+                value.unwrap_or_default()
+            )
         }
         other => one_line(&serde_saphyr::DefaultMessageFormatter.format_message(other)),
     };
-    Fault { line, ..Fault::new("", message) }
+    Fault {
+        line,
+        ..Fault::new("", message)
+    }
 }
 
 fn json_fault(error: &serde_json::Error) -> Fault {
@@ -645,8 +685,7 @@ fn one_line(message: &str) -> String {
     message.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// A whole cluster may stand in one document, so size is no limit; what a few aliases may blow
-/// up to is, by the default limits on replayed and recorded events.
+/// A whole cluster may stand in one document, so size is no limit; what aliases may blow up is.
 fn yaml_options() -> serde_saphyr::Options {
     serde_saphyr::options! {
         with_snippet: false,
@@ -655,6 +694,7 @@ fn yaml_options() -> serde_saphyr::Options {
             max_nodes: usize::MAX,
             max_total_scalar_bytes: usize::MAX,
         },
+        alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: 250_000 },
     }
 }
 

@@ -4,6 +4,9 @@
 //! error behind `--- stderr`, and its exit code. The tables are read from the files too: from the
 //! plain listing, with the columns of the other views laid over it.
 
+// Clippy takes functions beside the tests for no tests.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
 use std::net::IpAddr;
 use std::path::Path;
 
@@ -14,7 +17,10 @@ use ipvs_netlink::{
 use ipvs_proxy::inspect::{Command, Header, Listed, Names, UsageError, list, parse, save};
 use ipvs_proxy_netlink::{Family, Protocol};
 
-const HEADER: Header = Header { version: 0x01_02_01, table_size: 4096 };
+const HEADER: Header = Header {
+    version: 0x01_02_01,
+    table_size: 4096,
+};
 
 const SERVICES: &str = "
 http\t\t80/tcp\t\twww\t\t# WorldWideWeb HTTP
@@ -33,7 +39,9 @@ struct Capture {
 }
 
 fn read(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/ipvsadm").join(name);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/ipvsadm")
+        .join(name);
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
@@ -42,7 +50,11 @@ fn capture(text: &str) -> Capture {
     let (output, exit) = rest.rsplit_once("--- exit ").unwrap();
     let (stdout, stderr) = output.split_once("--- stderr\n").unwrap_or((output, ""));
     Capture {
-        command: first.split_whitespace().skip(2).map(str::to_owned).collect(),
+        command: first
+            .split_whitespace()
+            .skip(2)
+            .map(str::to_owned)
+            .collect(),
         stdout: stdout.to_owned(),
         stderr: stderr.to_owned(),
         exit: exit.trim().parse().unwrap(),
@@ -71,7 +83,10 @@ fn check(name: &str, table: &[Listed]) {
         Ok(Command::Save { numeric }) => {
             let names = (!numeric).then_some(&services);
             let table = table.iter().map(|(server, real_servers)| {
-                (server.server.clone(), real_servers.iter().map(|e| e.server).collect())
+                (
+                    server.server.clone(),
+                    real_servers.iter().map(|e| e.server).collect(),
+                )
             });
             (save(&table.collect::<Vec<_>>(), names), String::new(), 0)
         }
@@ -81,13 +96,17 @@ fn check(name: &str, table: &[Listed]) {
     assert_eq!((stderr, exit), (expected.stderr, expected.exit), "{name}");
 }
 
-/// Checks each file with one of these beginnings; `skip` are others' tables.
+/// Checks each file with one of these beginnings.
 fn check_all(beginnings: &[&str], table: &[Listed]) {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/ipvsadm");
     let mut names: Vec<String> = std::fs::read_dir(directory)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .filter(|name| beginnings.iter().any(|beginning| name.starts_with(beginning)))
+        .filter(|name| {
+            beginnings
+                .iter()
+                .any(|beginning| name.starts_with(beginning))
+        })
         .collect();
     names.sort();
     assert!(names.len() >= beginnings.len(), "{beginnings:?}");
@@ -110,7 +129,10 @@ fn key<'a>(words: &[&'a str]) -> (VirtualServerKey, Vec<&'a str>) {
         let v6 = words.get(2) == Some(&"IPv6");
         let family = if v6 { Family::V6 } else { Family::V4 };
         let rest = if v6 { &words[3..] } else { &words[2..] };
-        return (VirtualServerKey::FirewallMark { mark, family }, rest.to_vec());
+        return (
+            VirtualServerKey::FirewallMark { mark, family },
+            rest.to_vec(),
+        );
     }
     let protocol = match words[0] {
         "TCP" => Protocol::Tcp,
@@ -119,7 +141,14 @@ fn key<'a>(words: &[&'a str]) -> (VirtualServerKey, Vec<&'a str>) {
         other => panic!("{other}"),
     };
     let (address, port) = address_port(words[1]);
-    (VirtualServerKey::Address { address, port, protocol }, words[2..].to_vec())
+    (
+        VirtualServerKey::Address {
+            address,
+            port,
+            protocol,
+        },
+        words[2..].to_vec(),
+    )
 }
 
 fn virtual_server(line: &str) -> VirtualServer {
@@ -191,8 +220,15 @@ fn real_server(line: &str) -> RealServerEntry {
 
 /// The lines of a listing behind its titles.
 fn lines(name: &str) -> Vec<String> {
-    let lines = file(name).stdout.lines().map(str::to_owned).collect::<Vec<_>>();
-    let title = lines.iter().position(|line| line.starts_with("  -> RemoteAddress")).unwrap();
+    let lines = file(name)
+        .stdout
+        .lines()
+        .map(str::to_owned)
+        .collect::<Vec<_>>();
+    let title = lines
+        .iter()
+        .position(|line| line.starts_with("  -> RemoteAddress"))
+        .unwrap();
     lines[title + 1..].to_vec()
 }
 
@@ -203,7 +239,10 @@ fn table(name: &str) -> Vec<Listed> {
         if line.starts_with("  ->") {
             table.last_mut().unwrap().1.push(real_server(&line));
         } else {
-            let entry = VirtualServerEntry { server: virtual_server(&line), stats: Stats::default() };
+            let entry = VirtualServerEntry {
+                server: virtual_server(&line),
+                stats: Stats::default(),
+            };
             table.push((entry, Vec::new()));
         }
     }
@@ -227,7 +266,10 @@ fn overlay(
             apply(server, reals.iter_mut().find(this), &words[2..]);
         } else {
             let (key, words) = key(&words);
-            let index = table.iter().position(|(entry, _)| entry.server.key == key).unwrap();
+            let index = table
+                .iter()
+                .position(|(entry, _)| entry.server.key == key)
+                .unwrap();
             current = Some(index);
             apply(&mut table[index].0, None, &words);
         }
@@ -243,8 +285,14 @@ fn lay_stats(table: &mut [Listed], name: &str) {
     overlay(table, name, |server, real, words| {
         let stats = real.map_or(&mut server.stats, |real| &mut real.stats);
         let [connections, packets_in, packets_out, bytes_in, bytes_out] = numbers(words);
-        *stats =
-            Stats { connections, packets_in, packets_out, bytes_in, bytes_out, ..stats.clone() };
+        *stats = Stats {
+            connections,
+            packets_in,
+            packets_out,
+            bytes_in,
+            bytes_out,
+            ..*stats
+        };
     });
 }
 
@@ -252,7 +300,11 @@ fn lay_rates(table: &mut [Listed], name: &str) {
     overlay(table, name, |server, real, words| {
         let stats = real.map_or(&mut server.stats, |real| &mut real.stats);
         let [a, b, c, d, e] = numbers(words);
-        (stats.connections_per_s, stats.packets_in_per_s, stats.packets_out_per_s) = (a, b, c);
+        (
+            stats.connections_per_s,
+            stats.packets_in_per_s,
+            stats.packets_out_per_s,
+        ) = (a, b, c);
         (stats.bytes_in_per_s, stats.bytes_out_per_s) = (d, e);
     });
 }
@@ -272,10 +324,13 @@ fn mixed() -> Vec<Listed> {
         let tunnel = match parts[..] {
             ["n/a"] => return,
             ["ipip"] => Tunnel::IpIp,
-            ["gre", sum] => Tunnel::Gre { checksum: checksum(sum) },
-            ["gue", port, sum] => {
-                Tunnel::Gue { port: port.parse().unwrap(), checksum: checksum(sum) }
-            }
+            ["gre", sum] => Tunnel::Gre {
+                checksum: checksum(sum),
+            },
+            ["gue", port, sum] => Tunnel::Gue {
+                port: port.parse().unwrap(),
+                checksum: checksum(sum),
+            },
             _ => panic!("{parts:?}"),
         };
         real.server.forwarding = Forwarding::Tunnel(tunnel);
@@ -304,11 +359,15 @@ fn a_table_with_traffic() {
     let mut table = table("11-Ln-traffic.txt");
     lay_stats(&mut table, "11-Ln-stats-traffic.txt");
     lay_rates(&mut table, "11-Ln-rate-traffic.txt");
-    overlay(&mut table, "11-Ln-persistent-conn-traffic.txt", |_, real, words| {
-        if let Some(real) = real {
-            real.persistent_connections = words[1].parse().unwrap();
-        }
-    });
+    overlay(
+        &mut table,
+        "11-Ln-persistent-conn-traffic.txt",
+        |_, real, words| {
+            if let Some(real) = real {
+                real.persistent_connections = words[1].parse().unwrap();
+            }
+        },
+    );
     check_all(&["11-"], &table);
 }
 
@@ -339,7 +398,10 @@ fn large_numbers() {
         lay_stats(&mut table, &format!("{beginning}-exact.txt"));
         check_all(&[beginning], &table);
     }
-    for (plain, exact) in [("13-rate-bulk.txt", "13-rate-bulk-exact.txt"), ("14-rate-over-1G.txt", "14-rate-over-1G-exact.txt")] {
+    for (plain, exact) in [
+        ("13-rate-bulk.txt", "13-rate-bulk-exact.txt"),
+        ("14-rate-over-1G.txt", "14-rate-over-1G-exact.txt"),
+    ] {
         // Taken a moment apart, so only one of the two can be had from its numbers.
         lay_rates(&mut table, exact);
         check(exact, &table);
@@ -369,7 +431,13 @@ fn scheduler_flags_without_a_name() {
             scheduler_flags: SchedulerFlags::from_bits(bits),
             ..virtual_server(line)
         };
-        (VirtualServerEntry { server, stats: Stats::default() }, Vec::new())
+        (
+            VirtualServerEntry {
+                server,
+                stats: Stats::default(),
+            },
+            Vec::new(),
+        )
     };
     let table = [
         with("TCP 10.96.0.1:80 mh", 4),
@@ -377,7 +445,9 @@ fn scheduler_flags_without_a_name() {
         with("TCP 10.96.0.3:80 sh", 6),
     ];
     let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
-    let Ok(Command::List(options)) = parse(&words("-L -n"), &Names::default()) else { panic!() };
+    let Ok(Command::List(options)) = parse(&words("-L -n"), &Names::default()) else {
+        panic!()
+    };
     let mut out = list(&table, HEADER, &options, None);
     out += &save(&table.map(|(entry, _)| (entry.server, Vec::new())), None);
     assert_eq!(out, file("10-flag3.txt").stdout);
@@ -398,9 +468,16 @@ fn wrong_command_lines() {
         if capture.exit == 0 {
             assert!(outcome.is_ok(), "{:?}: {outcome:?}", capture.command);
         } else {
-            let Err(UsageError { text, exit }) = outcome else { panic!("{:?}", capture.command) };
+            let Err(UsageError { text, exit }) = outcome else {
+                panic!("{:?}", capture.command)
+            };
             let expected = (capture.stderr, capture.exit);
-            assert_eq!((format!("{text}\n"), exit), expected, "{:?}", capture.command);
+            assert_eq!(
+                (format!("{text}\n"), exit),
+                expected,
+                "{:?}",
+                capture.command
+            );
         }
         checked += 1;
     }
@@ -411,6 +488,9 @@ fn wrong_command_lines() {
 fn every_scheduler_is_written_as_the_kernel_names_it() {
     for name in Scheduler::names() {
         let server = virtual_server(&format!("TCP 10.0.0.1:80 {name}"));
-        assert_eq!(save(&[(server, Vec::new())], None), format!("-A -t 10.0.0.1:80 -s {name}\n"));
+        assert_eq!(
+            save(&[(server, Vec::new())], None),
+            format!("-A -t 10.0.0.1:80 -s {name}\n")
+        );
     }
 }

@@ -73,11 +73,17 @@ const WRONG: u8 = 2;
 const POPT: u8 = 255;
 
 fn wrong<T>(text: impl Into<String>) -> Refused<T> {
-    Err(UsageError { text: text.into(), exit: WRONG })
+    Err(UsageError {
+        text: text.into(),
+        exit: WRONG,
+    })
 }
 
 fn popt<T>(text: impl Into<String>) -> Refused<T> {
-    Err(UsageError { text: text.into(), exit: POPT })
+    Err(UsageError {
+        text: text.into(),
+        exit: POPT,
+    })
 }
 
 /// An option of popt's table.
@@ -165,15 +171,30 @@ enum Target {
 }
 
 const fn command(long: &'static str, short: char, verb: Verb) -> Spec {
-    Spec { long, short, value: Takes::Nothing, what: What::Command(verb) }
+    Spec {
+        long,
+        short,
+        value: Takes::Nothing,
+        what: What::Command(verb),
+    }
 }
 
 const fn flag(long: &'static str, short: char, option: Opt) -> Spec {
-    Spec { long, short, value: Takes::Nothing, what: What::Option(option) }
+    Spec {
+        long,
+        short,
+        value: Takes::Nothing,
+        what: What::Option(option),
+    }
 }
 
 const fn value(long: &'static str, short: char, option: Opt) -> Spec {
-    Spec { long, short, value: Takes::Value, what: What::Option(option) }
+    Spec {
+        long,
+        short,
+        value: Takes::Value,
+        what: What::Option(option),
+    }
 }
 
 /// No short form.
@@ -208,7 +229,10 @@ const TABLE: &[Spec] = &[
     value("sctp-service", NO, Opt::Service(Target::Sctp)),
     value("fwmark-service", 'f', Opt::Service(Target::Mark)),
     value("scheduler", 's', Opt::Scheduler),
-    Spec { value: Takes::MayTakeValue, ..flag("persistent", 'p', Opt::Persistent) },
+    Spec {
+        value: Takes::MayTakeValue,
+        ..flag("persistent", 'p', Opt::Persistent)
+    },
     value("netmask", 'M', Opt::Netmask),
     value("real-server", 'r', Opt::RealServer),
     flag("masquerading", 'm', Opt::Forwarding),
@@ -228,9 +252,15 @@ const TABLE: &[Spec] = &[
     flag("thresholds", NO, Opt::Thresholds),
     flag("persistent-conn", NO, Opt::PersistentConn),
     flag("nosort", NO, Opt::NoSort),
-    Spec { what: What::NoEffect, ..flag("sort", NO, Opt::NoSort) },
+    Spec {
+        what: What::NoEffect,
+        ..flag("sort", NO, Opt::NoSort)
+    },
     flag("exact", 'X', Opt::Exact),
-    Spec { what: What::Ipv6, ..flag("ipv6", '6', Opt::Numeric) },
+    Spec {
+        what: What::Ipv6,
+        ..flag("ipv6", '6', Opt::Numeric)
+    },
     flag("ops", 'o', Opt::Ops),
     value("pe", NO, Opt::Engine),
     value("sched-flags", 'b', Opt::SchedulerFlags),
@@ -290,9 +320,16 @@ pub fn parse(args: &[String], names: &Names) -> Result<Command, UsageError> {
     if args.is_empty() {
         return list(&[], None);
     }
-    let mut words = Words { args: args.iter(), cluster: None, rest: Vec::new() };
+    let mut words = Words {
+        args: args.iter(),
+        cluster: None,
+        rest: Vec::new(),
+    };
     let verb = match words.next() {
-        Some(Ok(Word { what: What::Command(verb), .. })) => verb,
+        Some(Ok(Word {
+            what: What::Command(verb),
+            ..
+        })) => verb,
         _ => return popt("Try `ipvsadm -h' or 'ipvsadm --help' for more information."),
     };
     match verb {
@@ -310,21 +347,23 @@ pub fn parse(args: &[String], names: &Names) -> Result<Command, UsageError> {
     let (options, service) = options(&mut words, names)?;
     if verb == Verb::Save {
         if let Some(option) = options.iter().find(|option| **option != Opt::Numeric) {
-            return wrong(format!("Illegal '{}' option with the 'save' command", option.name()));
+            return wrong(format!(
+                "Illegal '{}' option with the 'save' command",
+                option.name()
+            ));
         }
-        return Ok(Command::Save { numeric: !options.is_empty() });
+        return Ok(Command::Save {
+            numeric: !options.is_empty(),
+        });
     }
     list(&options, service)
 }
 
 /// What stands behind the command: the options, in the order of their checks, and the service.
-fn options(
-    words: &mut Words<'_>,
-    names: &Names,
-) -> Refused<(Vec<Opt>, Option<VirtualServerKey>)> {
+fn options(words: &mut Words<'_>, names: &Names) -> Refused<(Vec<Opt>, Option<VirtualServerKey>)> {
     let mut options: Vec<Opt> = Vec::new();
     let mut service = None;
-    while let Some(word) = words.next() {
+    for word in words.by_ref() {
         let Word { what, text, value } = word?;
         let option = match what {
             What::Command(_) => return wrong(format!("invalid option `{text}'")),
@@ -355,7 +394,10 @@ fn options(
 
 fn list(options: &[Opt], service: Option<VirtualServerKey>) -> Refused<Command> {
     if let Some(option) = options.iter().find(|option| !option.fits_list()) {
-        return wrong(format!("Illegal '{}' option with the 'list' command", option.name()));
+        return wrong(format!(
+            "Illegal '{}' option with the 'list' command",
+            option.name()
+        ));
     }
     let has = |option| options.contains(&option);
     let numbers = has(Opt::Stats) || has(Opt::Rate) || has(Opt::Thresholds);
@@ -364,7 +406,10 @@ fn list(options: &[Opt], service: Option<VirtualServerKey>) -> Refused<Command> 
         return wrong("options conflicts in the list command");
     }
     let whole = |option: &&Opt| {
-        matches!(option, Opt::Connection | Opt::Service(_) | Opt::Timeout | Opt::Daemon)
+        matches!(
+            option,
+            Opt::Connection | Opt::Service(_) | Opt::Timeout | Opt::Daemon
+        )
     };
     let mut exclusive = options.iter().filter(whole);
     if let (Some(first), Some(second)) = (exclusive.next(), exclusive.next()) {
@@ -481,13 +526,22 @@ impl<'a> Words<'a> {
                 None => return popt(format!("{text}: missing argument")),
             },
             (Takes::MayTakeValue, None) => {
-                match self.args.as_slice().first().filter(|next| !next.starts_with('-')) {
+                match self
+                    .args
+                    .as_slice()
+                    .first()
+                    .filter(|next| !next.starts_with('-'))
+                {
                     Some(_) => self.args.next().cloned().unwrap_or_default(),
                     None => String::new(),
                 }
             }
         };
-        Ok(Word { what: spec.what, text: text.to_owned(), value })
+        Ok(Word {
+            what: spec.what,
+            text: text.to_owned(),
+            value,
+        })
     }
 }
 
@@ -500,11 +554,18 @@ fn key(target: Target, value: &str, names: &Names) -> Refused<VirtualServerKey> 
             let Some(mark) = number(value).filter(|mark| *mark != 0) else {
                 return wrong(format!("invalid fwmark value `{value}' specified"));
             };
-            return Ok(VirtualServerKey::FirewallMark { mark, family: Family::V4 });
+            return Ok(VirtualServerKey::FirewallMark {
+                mark,
+                family: Family::V4,
+            });
         }
     };
     match address_and_port(value, protocol, names) {
-        Some((address, port)) => Ok(VirtualServerKey::Address { address, port, protocol }),
+        Some((address, port)) => Ok(VirtualServerKey::Address {
+            address,
+            port,
+            protocol,
+        }),
         None => wrong("illegal virtual server address[:port] specified"),
     }
 }
@@ -537,7 +598,11 @@ fn ipv4(host: &str) -> Option<Ipv4Addr> {
         let mut parts = host.split('.');
         for octet in &mut octets {
             let part = parts.next()?;
-            let radix = if part.len() > 1 && part.starts_with('0') { 8 } else { 10 };
+            let radix = if part.len() > 1 && part.starts_with('0') {
+                8
+            } else {
+                10
+            };
             *octet = u8::from_str_radix(part, radix).ok()?;
         }
         return parts.next().is_none().then(|| octets.into());
@@ -556,5 +621,9 @@ fn ipv4(host: &str) -> Option<Ipv4Addr> {
 fn number(text: &str) -> Option<u32> {
     let digits = text.trim_start();
     let digits = digits.strip_prefix('+').unwrap_or(digits);
-    digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse().ok()).flatten()
+    digits
+        .bytes()
+        .all(|b| b.is_ascii_digit())
+        .then(|| digits.parse().ok())
+        .flatten()
 }

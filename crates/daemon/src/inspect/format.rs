@@ -39,12 +39,17 @@ pub fn list(
     if options.service.is_none() {
         let [_, major, minor, patch] = header.version.to_be_bytes();
         let size = header.table_size;
-        put(&mut out, format_args!("IP Virtual Server version {major}.{minor}.{patch} (size={size})\n"));
+        put(
+            &mut out,
+            format_args!("IP Virtual Server version {major}.{minor}.{patch} (size={size})\n"),
+        );
     }
     out.push_str(title(options.view));
     let mut table: Vec<&Listed> = table.iter().collect();
     if options.sort {
-        table = merge_sort(table, |a, b| virtual_servers(&a.0.server.key, &b.0.server.key));
+        table = merge_sort(table, |a, b| {
+            virtual_servers(&a.0.server.key, &b.0.server.key)
+        });
     }
     for (entry, reals) in table {
         put_virtual_server(&mut out, &entry.server, &entry.stats, options, names);
@@ -86,7 +91,12 @@ pub fn save(table: &[Saved], names: Option<&Names>) -> String {
         out.push('\n');
         let reals: Vec<&RealServer> = reals.iter().collect();
         for real in merge_sort(reals, |a, b| real_servers(&a.key, &b.key)) {
-            let address = address(real.key.address, real.key.port, protocol(&server.key), names);
+            let address = address(
+                real.key.address,
+                real.key.port,
+                protocol(&server.key),
+                names,
+            );
             let method = match real.forwarding {
                 Forwarding::Masquerade => "-m",
                 Forwarding::Tunnel(_) => "-i",
@@ -94,7 +104,10 @@ pub fn save(table: &[Saved], names: Option<&Names>) -> String {
                 Forwarding::Local | Forwarding::Bypass => "",
             };
             let weight = real.weight;
-            put(&mut out, format_args!("-a {key} -r {address} {method} -w {weight}"));
+            put(
+                &mut out,
+                format_args!("-a {key} -r {address} {method} -w {weight}"),
+            );
             if let Forwarding::Tunnel(tunnel) = real.forwarding {
                 put_tunnel(&mut out, tunnel);
             }
@@ -146,7 +159,11 @@ fn put_virtual_server(
     names: Option<&Names>,
 ) {
     let name = match server.key {
-        VirtualServerKey::Address { address: ip, port, protocol } => {
+        VirtualServerKey::Address {
+            address: ip,
+            port,
+            protocol,
+        } => {
             let word = protocol_word(protocol);
             format!("{word:<4} {}", cut(address(ip, port, protocol, names), ip))
         }
@@ -185,7 +202,13 @@ fn put_real_server(
     options: &ListOptions,
     names: Option<&Names>,
 ) {
-    let RealServer { key, forwarding, weight, upper_threshold, lower_threshold } = entry.server;
+    let RealServer {
+        key,
+        forwarding,
+        weight,
+        upper_threshold,
+        lower_threshold,
+    } = entry.server;
     let address = cut(address(key.address, key.port, protocol, names), key.address);
     put(out, format_args!("  -> {address:<28}"));
     if let Some(numbers) = numbers(options, &entry.stats) {
@@ -194,17 +217,26 @@ fn put_real_server(
     }
     match options.view {
         View::Thresholds => {
-            put(out, format_args!(" {upper_threshold:<10} {lower_threshold:<10}"));
+            put(
+                out,
+                format_args!(" {upper_threshold:<10} {lower_threshold:<10}"),
+            );
         }
         View::PersistentConnections => {
-            put(out, format_args!(" {weight:<9} {:<11}", entry.persistent_connections));
+            put(
+                out,
+                format_args!(" {weight:<9} {:<11}", entry.persistent_connections),
+            );
         }
         View::Tunnels => {
             let (word, info) = (forwarding_word(forwarding), tunnel_info(forwarding));
             put(out, format_args!(" {word:<7} {info:<13} {weight:<6}"));
         }
         View::Plain | View::Stats | View::Rates => {
-            put(out, format_args!(" {:<7} {weight:<6}", forwarding_word(forwarding)));
+            put(
+                out,
+                format_args!(" {:<7} {weight:<6}", forwarding_word(forwarding)),
+            );
         }
     }
     let (active, inactive) = (entry.active_connections, entry.inactive_connections);
@@ -214,7 +246,13 @@ fn put_real_server(
 /// The five numbers of the views that have numbers, each a blank and eight wide.
 fn numbers(options: &ListOptions, s: &Stats) -> Option<String> {
     let numbers = match options.view {
-        View::Stats => [s.connections, s.packets_in, s.packets_out, s.bytes_in, s.bytes_out],
+        View::Stats => [
+            s.connections,
+            s.packets_in,
+            s.packets_out,
+            s.bytes_in,
+            s.bytes_out,
+        ],
         View::Rates => [
             s.connections_per_s,
             s.packets_in_per_s,
@@ -226,7 +264,11 @@ fn numbers(options: &ListOptions, s: &Stats) -> Option<String> {
     };
     let mut out = String::new();
     for number in numbers {
-        let text = if options.exact { number.to_string() } else { short(number) };
+        let text = if options.exact {
+            number.to_string()
+        } else {
+            short(number)
+        };
         put(&mut out, format_args!(" {text:>8}"));
     }
     Some(out)
@@ -234,17 +276,21 @@ fn numbers(options: &ListOptions, s: &Stats) -> Option<String> {
 
 fn short(number: u64) -> String {
     match number {
-        0..100_000_000 => number.to_string(),
-        ..1_000_000_000 => format!("{}K", number / 1_000),
-        ..100_000_000_000 => format!("{}M", number / 1_000_000),
-        ..100_000_000_000_000 => format!("{}G", number / 1_000_000_000),
+        ..100_000_000 => number.to_string(),
+        100_000_000..1_000_000_000 => format!("{}K", number / 1_000),
+        1_000_000_000..100_000_000_000 => format!("{}M", number / 1_000_000),
+        100_000_000_000..100_000_000_000_000 => format!("{}G", number / 1_000_000_000),
         _ => format!("{}T", number / 1_000_000_000_000),
     }
 }
 
 fn service_option(key: &VirtualServerKey, names: Option<&Names>) -> String {
     match *key {
-        VirtualServerKey::Address { address: ip, port, protocol } => {
+        VirtualServerKey::Address {
+            address: ip,
+            port,
+            protocol,
+        } => {
             let option = match protocol {
                 Protocol::Udp => "-u",
                 Protocol::Sctp => "--sctp-service",
@@ -275,17 +321,27 @@ fn protocol(key: &VirtualServerKey) -> Protocol {
 }
 
 fn address(ip: IpAddr, port: u16, protocol: Protocol, names: Option<&Names>) -> String {
-    let host = names.and_then(|names| names.host(ip)).map_or_else(|| numeric(ip), str::to_owned);
+    let host = names
+        .and_then(|names| names.host(ip))
+        .map_or_else(|| numeric(ip), str::to_owned);
     let port = names
         .and_then(|names| names.port(port, protocol))
         .map_or_else(|| port.to_string(), str::to_owned);
-    let text = if ip.is_ipv6() { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+    let text = if ip.is_ipv6() {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    };
     shorten(text, ADDRESS_BYTES)
 }
 
 /// A listing cuts long IPv4 names to their column; IPv6 pushes the rest of the line.
 fn cut(text: String, ip: IpAddr) -> String {
-    if ip.is_ipv4() { shorten(text, COLUMN) } else { text }
+    if ip.is_ipv4() {
+        shorten(text, COLUMN)
+    } else {
+        text
+    }
 }
 
 fn shorten(mut text: String, bytes: usize) -> String {
@@ -314,7 +370,10 @@ fn flags(server: &VirtualServer) -> Option<String> {
         _ => ["flag-1", "flag-2", "flag-3"],
     };
     let bits = server.scheduler_flags.bits();
-    let set = names.into_iter().enumerate().filter(|(i, name)| bits >> i & 1 == 1 && !name.is_empty());
+    let set = names
+        .into_iter()
+        .enumerate()
+        .filter(|(i, name)| bits >> i & 1 == 1 && !name.is_empty());
     (bits != 0).then(|| set.map(|(_, name)| name).collect::<Vec<_>>().join(","))
 }
 
@@ -370,7 +429,10 @@ fn put_tunnel(out: &mut String, tunnel: Tunnel) {
         Tunnel::IpIp => out.push_str(" --tun-type ipip"),
         Tunnel::Gue { port, checksum } => {
             let checksum = option(checksum);
-            put(out, format_args!(" --tun-type gue --tun-port {port} {checksum}"));
+            put(
+                out,
+                format_args!(" --tun-type gue --tun-port {port} {checksum}"),
+            );
         }
         Tunnel::Gre { checksum } => {
             put(out, format_args!(" --tun-type gre {}", option(checksum)));

@@ -25,16 +25,23 @@ impl Names {
         for line in services.lines() {
             let words = line.split('#').next().unwrap_or_default();
             let mut words = words.split_whitespace();
-            let (Some(name), Some((port, protocol))) =
-                (words.next(), words.next().and_then(|word| word.split_once('/')))
-            else {
+            let (Some(name), Some((port, protocol))) = (
+                words.next(),
+                words.next().and_then(|word| word.split_once('/')),
+            ) else {
                 continue;
             };
             let Ok(port) = port.parse() else { continue };
             // The first line that fits wins, as `getservbyport(3)` and `getservbyname(3)` look.
-            names.by_port.entry((port, protocol.to_owned())).or_insert_with(|| name.to_owned());
+            names
+                .by_port
+                .entry((port, protocol.to_owned()))
+                .or_insert_with(|| name.to_owned());
             for name in std::iter::once(name).chain(words) {
-                names.by_name.entry((name.to_owned(), protocol.to_owned())).or_insert(port);
+                names
+                    .by_name
+                    .entry((name.to_owned(), protocol.to_owned()))
+                    .or_insert(port);
             }
         }
         names
@@ -54,7 +61,11 @@ impl Names {
         let addresses: Vec<String> = addresses.iter().map(IpAddr::to_string).collect();
         for some in addresses.chunks(ADDRESSES_A_RUN) {
             let mut getent = Command::new("getent");
-            getent.arg("hosts").args(some).stdin(Stdio::null()).stderr(Stdio::null());
+            getent
+                .arg("hosts")
+                .args(some)
+                .stdin(Stdio::null())
+                .stderr(Stdio::null());
             let Ok(output) = getent.output() else { break };
             self.add_hosts(&String::from_utf8_lossy(&output.stdout));
         }
@@ -72,7 +83,9 @@ impl Names {
     }
 
     pub(super) fn port(&self, port: u16, protocol: Protocol) -> Option<&str> {
-        self.by_port.get(&(port, protocol.to_string())).map(String::as_str)
+        self.by_port
+            .get(&(port, protocol.to_string()))
+            .map(String::as_str)
     }
 
     pub(super) fn host(&self, address: IpAddr) -> Option<&str> {
@@ -80,6 +93,8 @@ impl Names {
     }
 
     pub(super) fn port_of(&self, name: &str, protocol: Protocol) -> Option<u16> {
-        self.by_name.get(&(name.to_owned(), protocol.to_string())).copied()
+        self.by_name
+            .get(&(name.to_owned(), protocol.to_string()))
+            .copied()
     }
 }

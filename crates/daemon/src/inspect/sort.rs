@@ -19,7 +19,11 @@ pub(super) fn merge_sort<T>(mut first: Vec<T>, compare: fn(&T, &T) -> Ordering) 
     let mut first = merge_sort(first, compare).into_iter().peekable();
     let mut second = second.into_iter().peekable();
     while let (Some(a), Some(b)) = (first.peek(), second.peek()) {
-        let next = if compare(a, b).is_gt() { second.next() } else { first.next() };
+        let next = if compare(a, b).is_gt() {
+            second.next()
+        } else {
+            first.next()
+        };
         sorted.extend(next);
     }
     sorted.extend(first);
@@ -44,9 +48,11 @@ pub(super) fn real_servers(a: &RealServerKey, b: &RealServerKey) -> Ordering {
 
 fn parts(key: &VirtualServerKey) -> (u32, u8, IpAddr, u16) {
     match *key {
-        VirtualServerKey::Address { address, port, protocol } => {
-            (0, protocol.number(), address, port)
-        }
+        VirtualServerKey::Address {
+            address,
+            port,
+            protocol,
+        } => (0, protocol.number(), address, port),
         VirtualServerKey::FirewallMark { mark, .. } => {
             (mark, 0, IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0)
         }

@@ -7,7 +7,11 @@ use proptest::prelude::*;
 use super::*;
 
 fn parsed(args: &str) -> Result<Command, UsageError> {
-    let args: Vec<String> = args.split(' ').filter(|a| !a.is_empty()).map(str::to_owned).collect();
+    let args: Vec<String> = args
+        .split(' ')
+        .filter(|a| !a.is_empty())
+        .map(str::to_owned)
+        .collect();
     parse(&args, &Names::parse("http 80/tcp www\ndomain 53/udp\n"))
 }
 
@@ -27,7 +31,11 @@ fn refusal(args: &str) -> (String, u8) {
 
 fn tcp(address: &str, port: u16) -> Option<VirtualServerKey> {
     let address = address.parse().unwrap();
-    Some(VirtualServerKey::Address { address, port, protocol: Protocol::Tcp })
+    Some(VirtualServerKey::Address {
+        address,
+        port,
+        protocol: Protocol::Tcp,
+    })
 }
 
 #[test]
@@ -42,19 +50,33 @@ fn no_arguments_list_with_names() {
     assert_eq!(options(""), all);
     assert_eq!(options("-L"), all);
     assert_eq!(options("--list --sort --syncid 3 --"), all);
-    let all = ListOptions { numeric: true, ..all };
+    let all = ListOptions {
+        numeric: true,
+        ..all
+    };
     for args in ["-Ln", "-ln", "-l -n", "--list --numeric"] {
         assert_eq!(options(args), all, "{args}");
     }
-    let exact = ListOptions { exact: true, sort: false, view: View::Stats, ..all };
+    let exact = ListOptions {
+        exact: true,
+        sort: false,
+        view: View::Stats,
+        ..all
+    };
     assert_eq!(options("-LnX --nosort --stats"), exact);
 }
 
 #[test]
 fn the_first_view_in_the_order_of_ipvsadm_counts() {
     assert_eq!(options("-L --tun-info").view, View::Tunnels);
-    assert_eq!(options("-L --tun-info --persistent-conn").view, View::PersistentConnections);
-    assert_eq!(options("-L --persistent-conn --thresholds").view, View::Thresholds);
+    assert_eq!(
+        options("-L --tun-info --persistent-conn").view,
+        View::PersistentConnections
+    );
+    assert_eq!(
+        options("-L --persistent-conn --thresholds").view,
+        View::Thresholds
+    );
     assert_eq!(options("-L --thresholds --rate").view, View::Rates);
     assert_eq!(options("-L --rate --stats --thresholds").view, View::Stats);
 }
@@ -83,16 +105,33 @@ fn services_in_all_spellings() {
     assert_eq!((protocol, port), (Protocol::Udp, 53));
     let mark = |mark, family| Some(VirtualServerKey::FirewallMark { mark, family });
     assert_eq!(options("-L -f 007").service, mark(7, Family::V4));
-    assert_eq!(options("-L -f 4294967295 -6 -6").service, mark(u32::MAX, Family::V6));
+    assert_eq!(
+        options("-L -f 4294967295 -6 -6").service,
+        mark(u32::MAX, Family::V6)
+    );
 }
 
 #[test]
 fn wrong_services() {
     for service in [
-        "80", "999.1.1.1:80", "1.2.3.4:70000", "1.2.3.4:-1", "1.2.3.4:", "1.2.3.4:0x50", ":80",
-        "[fd00::1]", "[fd00::1:80", "[fd00::1]80", "1.2.3:80", "1.2.3.4.5:80", "1.2.3.4:domain",
+        "80",
+        "999.1.1.1:80",
+        "1.2.3.4:70000",
+        "1.2.3.4:-1",
+        "1.2.3.4:",
+        "1.2.3.4:0x50",
+        ":80",
+        "[fd00::1]",
+        "[fd00::1:80",
+        "[fd00::1]80",
+        "1.2.3:80",
+        "1.2.3.4.5:80",
+        "1.2.3.4:domain",
     ] {
-        let expected = ("illegal virtual server address[:port] specified".to_owned(), 2);
+        let expected = (
+            "illegal virtual server address[:port] specified".to_owned(),
+            2,
+        );
         assert_eq!(refusal(&format!("-L -t {service}")), expected, "{service}");
     }
     for mark in ["0", "abc", "-1", "4294967296", "0x10"] {
@@ -113,18 +152,54 @@ fn what_ipvsadm_and_popt_refuse() {
         ("-LnZ", "invalid option `-LnZ'", 2),
         ("-Lnz", "-Lnz: unknown option", 255),
         ("-L --numer", "--numer: unknown option", 255),
-        ("-L --stats=3", "--stats=3: option does not take an argument", 255),
+        (
+            "-L --stats=3",
+            "--stats=3: option does not take an argument",
+            255,
+        ),
         ("-L --tcp-service", "--tcp-service: missing argument", 255),
         ("-L -6 -f 5", "-6 used before -f\n", 2),
-        ("-L -stats", "Illegal 'scheduler' option with the 'list' command", 2),
-        ("-L -p 60", "Illegal 'persistent' option with the 'list' command", 2),
-        ("-L -p -n", "Illegal 'persistent' option with the 'list' command", 2),
-        ("-L -m", "Illegal 'forwarding-method' option with the 'list' command", 2),
-        ("-L -m -g", "multiple 'forwarding-method' options specified", 2),
+        (
+            "-L -stats",
+            "Illegal 'scheduler' option with the 'list' command",
+            2,
+        ),
+        (
+            "-L -p 60",
+            "Illegal 'persistent' option with the 'list' command",
+            2,
+        ),
+        (
+            "-L -p -n",
+            "Illegal 'persistent' option with the 'list' command",
+            2,
+        ),
+        (
+            "-L -m",
+            "Illegal 'forwarding-method' option with the 'list' command",
+            2,
+        ),
+        (
+            "-L -m -g",
+            "multiple 'forwarding-method' options specified",
+            2,
+        ),
         ("-L --exact -X", "multiple 'exact' options specified", 2),
-        ("-S --stats", "Illegal 'stats' option with the 'save' command", 2),
-        ("-L -c --daemon", "The option 'daemon' conflicts with the 'connection' option in the 'list' command", 2),
-        ("-L --daemon --rate", "options conflicts in the list command", 2),
+        (
+            "-S --stats",
+            "Illegal 'stats' option with the 'save' command",
+            2,
+        ),
+        (
+            "-L -c --daemon",
+            "The option 'daemon' conflicts with the 'connection' option in the 'list' command",
+            2,
+        ),
+        (
+            "-L --daemon --rate",
+            "options conflicts in the list command",
+            2,
+        ),
     ] {
         assert_eq!(refusal(args), (text.to_owned(), exit), "{args}");
     }
@@ -143,7 +218,10 @@ fn what_is_not_here_is_refused_by_name() {
         ("-L --daemon", "'daemon' option"),
     ] {
         let (text, exit) = refusal(args);
-        assert!(text.contains(name) && text.contains("use the real ipvsadm"), "{text}");
+        assert!(
+            text.contains(name) && text.contains("use the real ipvsadm"),
+            "{text}"
+        );
         assert_eq!(exit, 2);
     }
 }
@@ -160,8 +238,13 @@ fn other_commands() {
 fn errors_of_the_kernel_in_the_words_of_ipvsadm() {
     let second = "Are you sure that IP Virtual Server is built in the kernel or as module?";
     let text = no_ipvs(Error::NoModule).text;
-    assert_eq!(text, format!("Can't initialize ipvs: Protocol not available\n{second}"));
-    let error = failed(Error::Permission { request: String::new() });
+    assert_eq!(
+        text,
+        format!("Can't initialize ipvs: Protocol not available\n{second}")
+    );
+    let error = failed(Error::Permission {
+        request: String::new(),
+    });
     assert_eq!(
         error.text,
         format!("Can't initialize ipvs: Permission denied (you must be root)\n{second}")
@@ -173,7 +256,10 @@ fn listed(vip: &str, port: u16, reals: &[(&str, u16)]) -> Listed {
     let key = tcp(vip, port).unwrap();
     let real = |(address, port): &(&str, u16)| RealServerEntry {
         server: RealServer {
-            key: RealServerKey { address: address.parse().unwrap(), port: *port },
+            key: RealServerKey {
+                address: address.parse().unwrap(),
+                port: *port,
+            },
             forwarding: Forwarding::Masquerade,
             weight: 1,
             upper_threshold: 0,
@@ -192,7 +278,13 @@ fn listed(vip: &str, port: u16, reals: &[(&str, u16)]) -> Listed {
         one_packet: false,
         persistence_engine: None,
     };
-    (VirtualServerEntry { server, stats: Stats::default() }, reals.iter().map(real).collect())
+    (
+        VirtualServerEntry {
+            server,
+            stats: Stats::default(),
+        },
+        reals.iter().map(real).collect(),
+    )
 }
 
 #[test]
@@ -207,8 +299,14 @@ fn names_are_cut_as_ipvsadm_cuts_them() {
         listed("10.0.0.1", 80, &[("10.0.0.2", 80), ("10.0.0.3", 81)]),
         listed("fd00::1", 80, &[("fd00::2", 8080)]),
     ];
-    let options = ListOptions { service: tcp("10.0.0.1", 80), ..options("-L") };
-    let header = Header { version: 0x01_02_01, table_size: 4096 };
+    let options = ListOptions {
+        service: tcp("10.0.0.1", 80),
+        ..options("-L")
+    };
+    let header = Header {
+        version: 0x01_02_01,
+        table_size: 4096,
+    };
     let out = list(&table, header, &options, Some(&names));
     let lines: Vec<&str> = out.lines().skip(2).collect();
     assert_eq!(
@@ -230,10 +328,21 @@ fn names_are_cut_as_ipvsadm_cuts_them() {
 #[test]
 fn rare_values() {
     let (mut server, mut reals) = listed("::1.2.3.4", 80, &[("::ffff:1.2.3.4", 1), ("::1", 2)]);
-    server.server.persistence = Some(Persistence { timeout_s: 9, prefix: 0 });
+    server.server.persistence = Some(Persistence {
+        timeout_s: 9,
+        prefix: 0,
+    });
     reals[0].server.forwarding = Forwarding::Local;
     reals[1].server.forwarding = Forwarding::Bypass;
-    let out = list(&[(server, reals)], Header { version: 0, table_size: 1 }, &options("-L"), None);
+    let out = list(
+        &[(server, reals)],
+        Header {
+            version: 0,
+            table_size: 1,
+        },
+        &options("-L"),
+        None,
+    );
     assert_eq!(
         out.lines().collect::<Vec<_>>(),
         [
@@ -247,7 +356,10 @@ fn rare_values() {
     );
     let (mut server, _) = listed("10.0.0.1", 80, &[]);
     for (prefix, mask) in [(0, "0.0.0.0"), (1, "128.0.0.0"), (31, "255.255.255.254")] {
-        server.server.persistence = Some(Persistence { timeout_s: 9, prefix });
+        server.server.persistence = Some(Persistence {
+            timeout_s: 9,
+            prefix,
+        });
         let out = save(&[(server.server.clone(), Vec::new())], None);
         assert_eq!(out, format!("-A -t 10.0.0.1:80 -s rr -p 9 -M {mask}\n"));
     }
@@ -259,7 +371,15 @@ fn numbers_are_shortened_but_never_rounded() {
     let show = |number, server: &mut VirtualServerEntry| {
         server.stats.bytes_in = number;
         let table = [(server.clone(), Vec::new())];
-        let out = list(&table, Header { version: 0, table_size: 1 }, &options("-L --stats"), None);
+        let out = list(
+            &table,
+            Header {
+                version: 0,
+                table_size: 1,
+            },
+            &options("-L --stats"),
+            None,
+        );
         out.split_whitespace().rev().nth(1).unwrap().to_owned()
     };
     for (number, text) in [
@@ -292,22 +412,39 @@ fn any_address() -> impl Strategy<Value = IpAddr> {
     ]
 }
 
+type AnyReal = (IpAddr, u16, u32, u64);
+
 fn any_table() -> impl Strategy<Value = Vec<Listed>> {
     let key = prop_oneof![
         (any_address(), any::<u16>(), any::<u8>()).prop_map(|(address, port, protocol)| {
             let protocol = Protocol::from_number(protocol);
-            VirtualServerKey::Address { address, port, protocol }
+            VirtualServerKey::Address {
+                address,
+                port,
+                protocol,
+            }
         }),
-        any::<u32>().prop_map(|mark| VirtualServerKey::FirewallMark { mark, family: Family::V6 }),
+        any::<u32>().prop_map(|mark| VirtualServerKey::FirewallMark {
+            mark,
+            family: Family::V6
+        }),
     ];
     let real = (any_address(), any::<u16>(), any::<u32>(), any::<u64>());
-    let server = (key, any::<u8>(), proptest::option::of(any::<u8>()), proptest::collection::vec(real, 0..6));
+    let server = (
+        key,
+        any::<u8>(),
+        proptest::option::of(any::<u8>()),
+        proptest::collection::vec(real, 0..6),
+    );
     proptest::collection::vec(server, 0..12).prop_map(|servers| {
-        let entry = |(key, flags, prefix, reals): (_, _, Option<u8>, Vec<(IpAddr, u16, u32, u64)>)| {
+        let entry = |(key, flags, prefix, reals): (_, _, Option<u8>, Vec<AnyReal>)| {
             let (mut entry, _) = listed("10.0.0.1", 1, &[]);
             entry.server.key = key;
             entry.server.scheduler_flags = SchedulerFlags::from_bits(flags);
-            entry.server.persistence = prefix.map(|prefix| Persistence { timeout_s: 1, prefix });
+            entry.server.persistence = prefix.map(|prefix| Persistence {
+                timeout_s: 1,
+                prefix,
+            });
             let real = |(address, port, weight, number)| {
                 let mut real = listed("10.0.0.1", 1, &[("10.0.0.1", 1)]).1.remove(0);
                 real.server.key = RealServerKey { address, port };

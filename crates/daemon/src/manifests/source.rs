@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
+use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use ipvs_proxy_core::model::{self, Change, ObjectName};
 
-use super::{ManifestError, Object, Placed, read_file};
+use super::{ManifestError, Object, Placed, parse, text_of};
 use crate::translate::{self, Refusal};
 
 /// A file that was changed this short a time ago may be changed again without a new time stamp.
@@ -136,6 +137,8 @@ enum Value {
 struct File {
     /// What the file was when it was read; `None` when it must be read again.
     stamp: Option<Stamp>,
+    /// A hash of what was read, so that the same is not judged twice.
+    content: Option<u64>,
     keys: BTreeSet<Key>,
     refusals: HashSet<Refusal>,
     /// It was read well at least once.
@@ -247,10 +250,20 @@ impl Source {
             return;
         }
         file.stamp = Some(stamp).filter(|_| settled || stdin);
-        let (objects, errors) = read_file(path);
+        let text = text_of(path);
+        let content = Some(BuildHasherDefault::<DefaultHasher>::default().hash_one(&text));
+        if file.content == content {
+            return;
+        }
+        file.content = content;
+        let (objects, errors) = parse(path, text);
         let kept = file.good && !errors.is_empty();
         let whole = errors.is_empty();
-        scan.problems.extend(errors.into_iter().map(|error| Problem::BadFile { error, kept }));
+        scan.problems.extend(
+            errors
+                .into_iter()
+                .map(|error| Problem::BadFile { error, kept }),
+        );
         if kept {
             return;
         }

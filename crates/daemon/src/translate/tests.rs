@@ -8,13 +8,18 @@ fn object<T: DeserializeOwned>(yaml: &str) -> T {
 }
 
 fn translated(spec: &str) -> Translated<model::Service> {
-    service(&object::<Service>(&format!("metadata: {{name: app1}}\nspec: {{{spec}}}")))
+    service(&object::<Service>(&format!(
+        "metadata: {{name: app1}}\nspec: {{{spec}}}"
+    )))
 }
 
 /// The object, if any, and the refusals as text.
 fn taken(spec: &str) -> (Option<model::Service>, Vec<String>) {
     let t = translated(spec);
-    (t.object, t.refusals.iter().map(ToString::to_string).collect())
+    (
+        t.object,
+        t.refusals.iter().map(ToString::to_string).collect(),
+    )
 }
 
 fn none() -> Vec<String> {
@@ -78,13 +83,23 @@ fn services_that_are_left_out() {
     ] {
         assert_eq!(taken(spec), (None, none()), "{spec}");
     }
-    assert_eq!(service(&object::<Service>("metadata: {name: a}")).object, None);
+    assert_eq!(
+        service(&object::<Service>("metadata: {name: a}")).object,
+        None
+    );
     let labelled = |label: &str| {
-        let yaml = format!("metadata: {{name: a, labels: {{{label}}}}}\nspec: {{clusterIP: 10.0.0.1}}");
+        let yaml =
+            format!("metadata: {{name: a, labels: {{{label}}}}}\nspec: {{clusterIP: 10.0.0.1}}");
         service(&object::<Service>(&yaml)).object
     };
-    assert_eq!(labelled("service.kubernetes.io/service-proxy-name: other"), None);
-    assert_eq!(labelled(r#"service.kubernetes.io/service-proxy-name: """#), None);
+    assert_eq!(
+        labelled("service.kubernetes.io/service-proxy-name: other"),
+        None
+    );
+    assert_eq!(
+        labelled(r#"service.kubernetes.io/service-proxy-name: """#),
+        None
+    );
     // Headless by label alone is a matter of slices.
     assert!(labelled(r#"service.kubernetes.io/headless: """#).is_some());
 }
@@ -109,7 +124,11 @@ fn addresses_are_read_leniently() {
         ("", None),
         ("10.96.0.0/16", None),
     ] {
-        assert_eq!(parse_address(text), address.map(|a| a.parse().unwrap()), "{text}");
+        assert_eq!(
+            parse_address(text),
+            address.map(|a| a.parse().unwrap()),
+            "{text}"
+        );
     }
 }
 
@@ -117,13 +136,32 @@ fn addresses_are_read_leniently() {
 fn cluster_ips() {
     let ips = |spec: &str| {
         let (object, refusals) = taken(spec);
-        let ips = object.map(|service| service.cluster_ips).unwrap_or_default();
-        (ips.iter().map(ToString::to_string).collect::<Vec<_>>().join(" "), refusals)
+        let ips = object
+            .map(|service| service.cluster_ips)
+            .unwrap_or_default();
+        (
+            ips.iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join(" "),
+            refusals,
+        )
     };
     assert_eq!(ips("clusterIP: 10.0.0.1"), ("10.0.0.1".to_owned(), none()));
-    assert_eq!(ips("clusterIP: 10.0.0.1, clusterIPs: []"), ("10.0.0.1".to_owned(), none()));
-    assert_eq!(ips(r#"clusterIPs: ["FD00::0:1", 010.0.0.1]"#), ("fd00::1 10.0.0.1".to_owned(), none()));
-    let one = |ip: &str, refusal: &str| (ip.to_owned(), vec![format!("Service default/app1: {refusal}")]);
+    assert_eq!(
+        ips("clusterIP: 10.0.0.1, clusterIPs: []"),
+        ("10.0.0.1".to_owned(), none())
+    );
+    assert_eq!(
+        ips(r#"clusterIPs: ["FD00::0:1", 010.0.0.1]"#),
+        ("fd00::1 10.0.0.1".to_owned(), none())
+    );
+    let one = |ip: &str, refusal: &str| {
+        (
+            ip.to_owned(),
+            vec![format!("Service default/app1: {refusal}")],
+        )
+    };
     for (spec, ip, refusal) in [
         (
             "clusterIP: 10.96.0.300",
@@ -175,20 +213,52 @@ fn service_ports_that_are_refused_leave_the_others() {
     let ports = |kind: &str, ports: &str| {
         let spec = format!("type: {kind}, clusterIP: 10.0.0.1, ports: [{ports}]");
         let (object, refusals) = taken(&spec);
-        let ports = object.unwrap().ports.iter().map(|p| (p.port, p.node_port)).collect::<Vec<_>>();
+        let ports = object
+            .unwrap()
+            .ports
+            .iter()
+            .map(|p| (p.port, p.node_port))
+            .collect::<Vec<_>>();
         let prefix = "Service default/app1: spec.";
-        (ports, refusals.iter().map(|r| r.strip_prefix(prefix).unwrap().to_owned()).collect::<Vec<_>>())
+        (
+            ports,
+            refusals
+                .iter()
+                .map(|r| r.strip_prefix(prefix).unwrap().to_owned())
+                .collect::<Vec<_>>(),
+        )
     };
     let good = "{name: ok, port: 7}";
     for (entry, refusal) in [
-        ("{name: a, port: 0}", "ports[1].port: 0 is not a port (1 to 65535)"),
-        ("{name: a, port: -1}", "ports[1].port: -1 is not a port (1 to 65535)"),
-        ("{name: a, port: 65536}", "ports[1].port: 65536 is not a port (1 to 65535)"),
+        (
+            "{name: a, port: 0}",
+            "ports[1].port: 0 is not a port (1 to 65535)",
+        ),
+        (
+            "{name: a, port: -1}",
+            "ports[1].port: -1 is not a port (1 to 65535)",
+        ),
+        (
+            "{name: a, port: 65536}",
+            "ports[1].port: 65536 is not a port (1 to 65535)",
+        ),
         ("{name: a}", "ports[1].port: 0 is not a port (1 to 65535)"),
-        ("{name: a, port: 80, protocol: TPC}", r#"ports[1].protocol: "TPC" is not TCP, UDP or SCTP"#),
-        ("{name: a, port: 80, protocol: udp}", r#"ports[1].protocol: "udp" is not TCP, UDP or SCTP"#),
-        ("{name: a, port: 7}", "ports[1].port: 7 is already a TCP port of this Service"),
-        ("{name: ok, port: 8}", r#"ports[1].name: "ok" is already the name of a port of this Service"#),
+        (
+            "{name: a, port: 80, protocol: TPC}",
+            r#"ports[1].protocol: "TPC" is not TCP, UDP or SCTP"#,
+        ),
+        (
+            "{name: a, port: 80, protocol: udp}",
+            r#"ports[1].protocol: "udp" is not TCP, UDP or SCTP"#,
+        ),
+        (
+            "{name: a, port: 7}",
+            "ports[1].port: 7 is already a TCP port of this Service",
+        ),
+        (
+            "{name: ok, port: 8}",
+            r#"ports[1].name: "ok" is already the name of a port of this Service"#,
+        ),
     ] {
         let all = format!("{good}, {entry}, {{name: z, port: 9}}");
         let expected = (vec![(7, None), (9, None)], vec![refusal.to_owned()]);
@@ -196,27 +266,50 @@ fn service_ports_that_are_refused_leave_the_others() {
     }
     // The same number or name over another protocol is another port.
     let both = format!("{good}, {{name: ok, port: 7, protocol: UDP}}");
-    assert_eq!(ports("ClusterIP", &both), (vec![(7, None), (7, None)], none()));
+    assert_eq!(
+        ports("ClusterIP", &both),
+        (vec![(7, None), (7, None)], none())
+    );
     // An empty protocol is the default, as the API server has it.
-    assert_eq!(ports("ClusterIP", r#"{port: 7, protocol: ""}"#), (vec![(7, None)], none()));
+    assert_eq!(
+        ports("ClusterIP", r#"{port: 7, protocol: ""}"#),
+        (vec![(7, None)], none())
+    );
 }
 
 #[test]
 fn node_ports() {
     let node_ports = |spec: &str| {
         let (object, refusals) = taken(&format!("clusterIP: 10.0.0.1, {spec}"));
-        (object.unwrap().ports.iter().map(|p| p.node_port).collect::<Vec<_>>(), refusals)
+        (
+            object
+                .unwrap()
+                .ports
+                .iter()
+                .map(|p| p.node_port)
+                .collect::<Vec<_>>(),
+            refusals,
+        )
     };
     let one = "ports: [{port: 80, nodePort: 30000}]";
     for kind in ["NodePort", "LoadBalancer"] {
-        assert_eq!(node_ports(&format!("type: {kind}, {one}")), (vec![Some(30000)], none()));
+        assert_eq!(
+            node_ports(&format!("type: {kind}, {one}")),
+            (vec![Some(30000)], none())
+        );
     }
-    assert_eq!(node_ports(&format!("type: ClusterIP, {one}")), (vec![None], none()));
+    assert_eq!(
+        node_ports(&format!("type: ClusterIP, {one}")),
+        (vec![None], none())
+    );
     assert_eq!(node_ports(one), (vec![None], none()));
     let refused = |text: &str| vec![format!("Service default/app1: {text}")];
     assert_eq!(
         node_ports("type: NodePort, ports: [{port: 80, nodePort: 70000}]"),
-        (vec![None], refused("spec.ports[0].nodePort: 70000 is not a port (1 to 65535)"))
+        (
+            vec![None],
+            refused("spec.ports[0].nodePort: 70000 is not a port (1 to 65535)")
+        )
     );
     let twice = "ports: [{name: a, port: 80, nodePort: 30000}, {name: b, port: 81, nodePort: 30000}, \
                  {name: b, port: 81, nodePort: 30000, protocol: UDP}]";
@@ -252,7 +345,10 @@ fn session_affinity() {
     };
     assert_eq!(affinity("sessionAffinity: None"), (None, none()));
     assert_eq!(affinity(r#"sessionAffinity: """#), (None, none()));
-    assert_eq!(affinity("sessionAffinity: ClientIP"), (Some(10_800), none()));
+    assert_eq!(
+        affinity("sessionAffinity: ClientIP"),
+        (Some(10_800), none())
+    );
     assert_eq!(timeout("null"), (Some(10_800), none()));
     assert_eq!(timeout("1"), (Some(1), none()));
     assert_eq!(timeout("86400"), (Some(86_400), none()));
@@ -263,14 +359,21 @@ fn session_affinity() {
         );
         assert_eq!(timeout(wrong), (Some(10_800), vec![refusal]));
     }
-    let refusal = r#"Service default/app1: spec.sessionAffinity: "clientIP" is not None or ClientIP"#;
-    assert_eq!(affinity("sessionAffinity: clientIP"), (None, vec![refusal.to_owned()]));
+    let refusal =
+        r#"Service default/app1: spec.sessionAffinity: "clientIP" is not None or ClientIP"#;
+    assert_eq!(
+        affinity("sessionAffinity: clientIP"),
+        (None, vec![refusal.to_owned()])
+    );
 }
 
 fn sliced(head: &str, body: &str) -> (Option<model::Slice>, Vec<String>) {
     let yaml = format!("metadata: {{name: s, namespace: ns{head}}}\n{body}");
     let t = slice(&object::<EndpointSlice>(&yaml), "n1");
-    (t.object, t.refusals.iter().map(ToString::to_string).collect())
+    (
+        t.object,
+        t.refusals.iter().map(ToString::to_string).collect(),
+    )
 }
 
 const OF_WEB: &str = ", labels: {kubernetes.io/service-name: web}";
@@ -293,7 +396,11 @@ endpoints:
 "#,
     );
     assert_eq!(refusals, none());
-    let port = |name: &str, protocol, port| model::SlicePort { name: name.into(), protocol, port };
+    let port = |name: &str, protocol, port| model::SlicePort {
+        name: name.into(),
+        protocol,
+        port,
+    };
     let endpoint = |last: u8, ready, serving, terminating, local| model::Endpoint {
         address: [10, 1, 0, last].into(),
         ready,
@@ -334,7 +441,8 @@ fn slices_that_are_left_out_or_refused() {
         assert_eq!(sliced(head, body), (None, none()), "{head}");
     }
     // Only a Service can be another proxy's.
-    let head = ", labels: {kubernetes.io/service-name: web, service.kubernetes.io/service-proxy-name: x}";
+    let head =
+        ", labels: {kubernetes.io/service-name: web, service.kubernetes.io/service-proxy-name: x}";
     assert!(sliced(head, body).0.is_some());
     assert_eq!(sliced(OF_WEB, "addressType: FQDN"), (None, none()));
     for (body, value) in [("addressType: IPv5", "\"IPv5\""), ("ports: []", "\"\"")] {
@@ -349,22 +457,40 @@ fn ports_of_slices() {
         let (object, refusals) = sliced(OF_WEB, &format!("addressType: IPv6\n{ports}"));
         let ports: Vec<u16> = object.unwrap().ports.iter().map(|p| p.port).collect();
         let prefix = "EndpointSlice ns/s: ";
-        (ports, refusals.iter().map(|r| r.strip_prefix(prefix).unwrap().to_owned()).collect::<Vec<_>>())
+        (
+            ports,
+            refusals
+                .iter()
+                .map(|r| r.strip_prefix(prefix).unwrap().to_owned())
+                .collect::<Vec<_>>(),
+        )
     };
     let unnamed = "ports: null names no ports, so the endpoints of this slice are not used; \
                    list the ports of the Service";
     assert_eq!(ports("ports: null"), (vec![], vec![unnamed.to_owned()]));
     assert_eq!(ports(""), (vec![], vec![unnamed.to_owned()]));
     assert_eq!(ports("ports: []"), (vec![], none()));
-    assert_eq!(ports("ports: [{name: a}, {name: b, port: 0}, {port: null}]"), (vec![], none()));
+    assert_eq!(
+        ports("ports: [{name: a}, {name: b, port: 0}, {port: null}]"),
+        (vec![], none())
+    );
     for (entry, refusal) in [
         (
             "{port: 80}",
             "ports[0].name: null names no port, so this one is not used; write \"\" for an unnamed port",
         ),
-        ("{name: a, port: 65536}", "ports[0].port: 65536 is not a port (1 to 65535)"),
-        ("{name: a, port: -5}", "ports[0].port: -5 is not a port (1 to 65535)"),
-        ("{name: a, port: 5, protocol: ICMP}", "ports[0].protocol: \"ICMP\" is not TCP, UDP or SCTP"),
+        (
+            "{name: a, port: 65536}",
+            "ports[0].port: 65536 is not a port (1 to 65535)",
+        ),
+        (
+            "{name: a, port: -5}",
+            "ports[0].port: -5 is not a port (1 to 65535)",
+        ),
+        (
+            "{name: a, port: 5, protocol: ICMP}",
+            "ports[0].protocol: \"ICMP\" is not TCP, UDP or SCTP",
+        ),
     ] {
         let all = format!("ports: [{entry}, {{name: z, port: 9}}]");
         assert_eq!(ports(&all), (vec![9], vec![refusal.to_owned()]), "{entry}");
@@ -378,28 +504,62 @@ fn endpoints_that_are_refused_leave_the_others() {
             "addressType: {family}\nports: []\nendpoints: [{{addresses: [{first}]}}, {{addresses: [\"{good}\"]}}]"
         );
         let (object, refusals) = sliced(OF_WEB, &body);
-        let addresses: Vec<String> =
-            object.unwrap().endpoints.iter().map(|e| e.address.to_string()).collect();
+        let addresses: Vec<String> = object
+            .unwrap()
+            .endpoints
+            .iter()
+            .map(|e| e.address.to_string())
+            .collect();
         assert_eq!(addresses, [good], "{first}");
         refusals
     };
     for (address, reason) in [
         ("\"10.0.0.300\"", "is not an IP address"),
-        ("\"fd00::1\"", "is not an IPv4 address, which this slice holds"),
-        ("\"127.0.0.1\"", "is a loopback address, which can't be an endpoint"),
-        ("\"0.0.0.0\"", "is the unspecified address, which can't be an endpoint"),
-        ("\"239.1.1.1\"", "is a multicast address, which can't be an endpoint"),
-        ("\"169.254.3.4\"", "is a link-local address, which can't be an endpoint"),
+        (
+            "\"fd00::1\"",
+            "is not an IPv4 address, which this slice holds",
+        ),
+        (
+            "\"127.0.0.1\"",
+            "is a loopback address, which can't be an endpoint",
+        ),
+        (
+            "\"0.0.0.0\"",
+            "is the unspecified address, which can't be an endpoint",
+        ),
+        (
+            "\"239.1.1.1\"",
+            "is a multicast address, which can't be an endpoint",
+        ),
+        (
+            "\"169.254.3.4\"",
+            "is a link-local address, which can't be an endpoint",
+        ),
     ] {
         let refusal = format!("EndpointSlice ns/s: endpoints[0].addresses[0]: {address} {reason}");
         assert_eq!(endpoints("IPv4", address, "10.0.0.1"), [refusal]);
     }
     for (address, reason) in [
-        ("\"10.0.0.1\"", "is not an IPv6 address, which this slice holds"),
-        ("\"::ffff:10.0.0.1\"", "is not an IPv6 address, which this slice holds"),
-        ("\"::1\"", "is a loopback address, which can't be an endpoint"),
-        ("\"fe80::1\"", "is a link-local address, which can't be an endpoint"),
-        ("\"ff02::1\"", "is a multicast address, which can't be an endpoint"),
+        (
+            "\"10.0.0.1\"",
+            "is not an IPv6 address, which this slice holds",
+        ),
+        (
+            "\"::ffff:10.0.0.1\"",
+            "is not an IPv6 address, which this slice holds",
+        ),
+        (
+            "\"::1\"",
+            "is a loopback address, which can't be an endpoint",
+        ),
+        (
+            "\"fe80::1\"",
+            "is a link-local address, which can't be an endpoint",
+        ),
+        (
+            "\"ff02::1\"",
+            "is a multicast address, which can't be an endpoint",
+        ),
     ] {
         let refusal = format!("EndpointSlice ns/s: endpoints[0].addresses[0]: {address} {reason}");
         assert_eq!(endpoints("IPv6", address, "fd00::1"), [refusal]);
@@ -423,11 +583,19 @@ status:
   - {type: InternalIP, address: n1}
 "#,
     ));
-    let addresses: Vec<String> =
-        t.object.unwrap().addresses.iter().map(ToString::to_string).collect();
+    let addresses: Vec<String> = t
+        .object
+        .unwrap()
+        .addresses
+        .iter()
+        .map(ToString::to_string)
+        .collect();
     assert_eq!(addresses, ["192.168.1.1", "203.0.113.9", "fd00::1"]);
     let refusals: Vec<String> = t.refusals.iter().map(ToString::to_string).collect();
-    assert_eq!(refusals, [r#"Node n1: status.addresses[5].address: "n1" is not an IP address"#]);
+    assert_eq!(
+        refusals,
+        [r#"Node n1: status.addresses[5].address: "n1" is not an IP address"#]
+    );
     assert_eq!(
         node(&object::<Node>("metadata: {name: n1}")).object,
         Some(model::Node::default())

@@ -7,11 +7,14 @@
     clippy::cast_possible_truncation
 )]
 
+mod audit;
 mod bad_input;
+mod cleanup;
 mod events;
 mod ipset;
 mod iptables;
 mod ipvs;
+mod kinds;
 mod rules;
 mod state;
 mod topology;

@@ -1,17 +1,18 @@
 //! The command line. Names and meanings of flags are kube-proxy's where it has them.
 
-use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use ipnet::IpNet;
 use ipvs_netlink::Scheduler;
+use ipvs_proxy_core::model::{Node, NodePortAddresses};
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_iptables::Choice;
 use ipvs_proxy_netlink::Family;
 
-use crate::translate::parse_address;
+use crate::translate::{parse_address, parse_duration};
 
 /// IPVS service proxy for Kubernetes: a replacement of kube-proxy's IPVS mode.
 #[derive(Debug, Parser)]
@@ -29,6 +30,8 @@ pub enum Command {
     Run(Run),
     /// Prints the kernel state that given objects need on a given node; touches no kernel
     Plan(Plan),
+    /// Removes all that is ours from the kernel, and nothing else
+    Cleanup(Cleanup),
     /// Lists the virtual servers as `ipvsadm` does: -L, -S and their options
     #[command(disable_help_flag = true)]
     Ipvsadm {
@@ -40,6 +43,7 @@ pub enum Command {
 
 /// Flags of `run`.
 #[derive(Debug, Args)]
+#[command(args_override_self = true)]
 pub struct Run {
     /// Files or directories of Services, EndpointSlices and Nodes (YAML or JSON), watched
     #[arg(long, value_name = "PATH", required = true)]
@@ -53,13 +57,40 @@ pub struct Run {
     /// The iptables to use; auto: what the host already uses
     #[arg(long, value_name = "auto|nft|legacy", default_value = "auto", value_parser = backend)]
     pub iptables_backend: Choice,
+    /// How often the kernel is compared with what it should hold
+    #[arg(long, alias = "ipvs-sync-period", value_name = "TIME", default_value = "30s", value_parser = positive)]
+    pub sync_period: Duration,
+    /// What to do with what somebody else changed
+    #[arg(long, value_name = "repair|report", default_value = "repair")]
+    pub drift: Drift,
+    /// Answer ARP only for addresses of the link that is asked, as MetalLB's layer 2 mode needs
+    #[arg(
+        long,
+        value_name = "true|false",
+        num_args = 0..=1,
+        require_equals = true,
+        default_value = "false",
+        default_missing_value = "true",
+        value_parser = boolean
+    )]
+    pub ipvs_strict_arp: bool,
     /// Form of the log on stderr
     #[arg(long, value_name = "text|json", default_value = "text")]
     pub log_format: LogFormat,
 }
 
+/// What to do with what somebody else changed of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Drift {
+    /// Put it right and say so.
+    Repair,
+    /// Say so.
+    Report,
+}
+
 /// Flags of `plan`.
 #[derive(Debug, Args)]
+#[command(args_override_self = true)]
 pub struct Plan {
     /// A file, a directory, or - for standard input; may be given again
     #[arg(long, value_name = "PATH", required = true)]
@@ -73,6 +104,21 @@ pub struct Plan {
     /// Form of the output
     #[arg(short, long, value_name = "FORM", default_value = "summary")]
     pub output: Output,
+    /// Prints how the kernel of this machine differs instead: - what it has and should not, + what
+    /// it lacks; exit code 1 when it differs
+    #[arg(long, conflicts_with = "output")]
+    pub diff: bool,
+    /// The iptables to use with --diff; auto: what the host already uses
+    #[arg(long, value_name = "auto|nft|legacy", default_value = "auto", value_parser = backend)]
+    pub iptables_backend: Choice,
+}
+
+/// Flags of `cleanup`.
+#[derive(Debug, Args)]
+pub struct Cleanup {
+    /// The iptables to use; auto: what the host already uses
+    #[arg(long, value_name = "auto|nft|legacy", default_value = "auto", value_parser = backend)]
+    pub iptables_backend: Choice,
 }
 
 /// The flags that shape the kernel's state, the same for `run` and `plan`.
@@ -95,9 +141,25 @@ pub struct Shape {
         num_args = 0..=1,
         require_equals = true,
         default_value = "false",
-        default_missing_value = "true"
+        default_missing_value = "true",
+        value_parser = boolean
     )]
     pub masquerade_all: bool,
+    /// The bit of the packet mark that asks for masquerading, 0 to 31
+    #[arg(
+        long,
+        value_name = "BIT",
+        default_value = "14",
+        value_parser = clap::value_parser!(u8).range(0..=31)
+    )]
+    pub iptables_masquerade_bit: u8,
+    /// How long a real server may drain, 0 for no limit; a Service's annotation
+    /// ipvs-proxy.io/drain-timeout goes before
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = duration)]
+    pub drain_timeout: Duration,
+    /// Where node ports are served: networks, or the words primary, localhost, all
+    #[arg(long, value_name = "CIDR|WORD,…", value_delimiter = ',')]
+    pub nodeport_addresses: Vec<String>,
 }
 
 impl Shape {
@@ -107,8 +169,11 @@ impl Shape {
     /// Where flags contradict each other.
     pub fn config(&self, families: &[Family]) -> Result<Config, String> {
         for family in Family::ALL {
-            let of_family: Vec<&IpNet> =
-                self.cluster_cidr.iter().filter(|c| Family::of(c.addr()) == family).collect();
+            let of_family: Vec<&IpNet> = self
+                .cluster_cidr
+                .iter()
+                .filter(|c| Family::of(c.addr()) == family)
+                .collect();
             if let [first, second, ..] = of_family.as_slice() {
                 return Err(format!(
                     "--cluster-cidr: {first} and {second} are of one family: give at most one \
@@ -121,14 +186,44 @@ impl Shape {
             scheduler: self.scheduler,
             cluster_cidrs: self.cluster_cidr.clone(),
             masquerade_all: self.masquerade_all,
+            masquerade_bit: self.iptables_masquerade_bit,
+            node_port_addresses: self.node_port_addresses()?,
+            drain_timeout: Some(self.drain_timeout),
             random_fully: true,
         })
     }
 
-    /// The node's addresses from the flag, `None` when it was not given.
+    fn node_port_addresses(&self) -> Result<NodePortAddresses, String> {
+        let mut selected = NodePortAddresses::default();
+        let mut all = false;
+        for word in self.nodeport_addresses.iter().map(|word| word.trim()) {
+            match word {
+                "all" => all = true,
+                "primary" => selected.primary = true,
+                "localhost" => selected.localhost = true,
+                _ => selected.networks.push(word.parse().map_err(|_| {
+                    format!(
+                        "--nodeport-addresses: {word:?} is not a network such as 10.0.0.0/8, nor \
+                         one of primary, localhost, all"
+                    )
+                })?),
+            }
+        }
+        Ok(if all {
+            NodePortAddresses::default()
+        } else {
+            selected
+        })
+    }
+
+    /// The node from the flag, `None` when it was not given.
     #[must_use]
-    pub fn node_addresses(&self) -> Option<BTreeSet<IpAddr>> {
-        (!self.node_ips.is_empty()).then(|| self.node_ips.iter().copied().collect())
+    pub fn node(&self) -> Option<Node> {
+        let addresses = || self.node_ips.iter().copied();
+        (!self.node_ips.is_empty()).then(|| Node {
+            addresses: addresses().collect(),
+            primary: Node::primary_of(&self.node_ips),
+        })
     }
 }
 
@@ -152,6 +247,10 @@ pub enum Output {
     Ipset,
     /// The addresses of kube-ipvs0, one ADDRESS/PREFIX a line.
     Addresses,
+    /// As `iptables-save` and `ip6tables-save`.
+    Iptables,
+    /// All of it, for programs.
+    Json,
 }
 
 fn backend(text: &str) -> Result<Choice, String> {
@@ -162,15 +261,44 @@ fn scheduler(text: &str) -> Result<Scheduler, String> {
     if text.is_empty() {
         return Ok(Scheduler::RoundRobin);
     }
-    text.parse().map_err(|error: ipvs_netlink::InvalidScheduler| error.to_string())
+    text.parse()
+        .map_err(|error: ipvs_netlink::InvalidScheduler| error.to_string())
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    parse_duration(text).ok_or_else(|| format!("{text:?} is not a time such as 30s, 1m30s or 0"))
+}
+
+fn positive(text: &str) -> Result<Duration, String> {
+    duration(text).and_then(|time| match time {
+        Duration::ZERO => Err("must be longer than 0".to_owned()),
+        time => Ok(time),
+    })
+}
+
+/// As Go's flags take it.
+fn boolean(text: &str) -> Result<bool, String> {
+    match text {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+        _ => Err(format!("{text:?} is not true or false")),
+    }
 }
 
 fn address(text: &str) -> Result<IpAddr, String> {
-    parse_address(text.trim()).ok_or_else(|| format!("{text:?} is not an IP address"))
+    match parse_address(text.trim()) {
+        None => Err(format!("{text:?} is not an IP address")),
+        Some(address) if address.is_unspecified() || address.is_multicast() => {
+            Err(format!("{text:?} is not an address that a node can have"))
+        }
+        Some(address) => Ok(address),
+    }
 }
 
 fn cidr(text: &str) -> Result<IpNet, String> {
-    text.trim().parse().map_err(|_| format!("{text:?} is not a network such as 10.244.0.0/16"))
+    text.trim()
+        .parse()
+        .map_err(|_| format!("{text:?} is not a network such as 10.244.0.0/16"))
 }
 
 /// A command line that can't be used, in one line.

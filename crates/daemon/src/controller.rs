@@ -3,21 +3,34 @@
 //! One thread owns the planner and every socket to the kernel: the kernel does its work inside
 //! the system call, so there is nothing to wait for elsewhere. While it works, news pile up in
 //! the channel, and the next round sees their sum.
+//!
+//! The audit reads the kernel in parts, and takes news in between two of them.
 
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use ipvs_proxy_core::op::{Dataplane, Outcome};
+use ipvs_proxy_core::model::Change;
+use ipvs_proxy_core::op::{Dataplane, Outcome, ReadError, Reading};
 use ipvs_proxy_core::planner::Planner;
+use ipvs_proxy_core::state::{Key, State};
+use ipvs_proxy_dataplane::addresses::AddressNotice;
+use ipvs_proxy_dataplane::sysctl;
 use tracing::{debug, error, info, warn};
 
+use crate::cli::Drift;
+use crate::drains::Drains;
 use crate::manifests::{Problem, Source};
 
 /// What wakes the loop.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// The manifests may have changed.
     Manifests,
+    /// Addresses of the node changed.
+    Addresses(Vec<AddressNotice>),
     /// It is time to stop; the kernel's state stays.
     Stop,
 }
@@ -25,12 +38,30 @@ pub enum Event {
 /// How long to wait before the kernel is read again, when the last reading was not enough.
 const READ_AGAIN: Duration = Duration::from_secs(1);
 
+/// What the loop is told besides objects.
+#[derive(Debug)]
+pub struct Settings {
+    /// The node's addresses come from the kernel's links.
+    pub follow_addresses: bool,
+    /// Set when it is time to stop, also in the middle of much work.
+    pub stop: Arc<AtomicBool>,
+    /// How often the kernel is compared with what it should hold.
+    pub sync_period: Duration,
+    /// Whether the sysctls of strict ARP are kept, too.
+    pub strict_arp: bool,
+    /// What to do with what somebody else changed.
+    pub drift: Drift,
+    /// Where deadlines of drains are kept.
+    pub drains: Option<Drains>,
+}
+
 /// The state of the loop.
 #[derive(Debug)]
 pub struct Controller<D> {
     source: Source,
     planner: Planner,
     kernel: D,
+    settings: Settings,
     /// The kernel was read once: nothing is written before.
     adopted: bool,
     /// All was written once, as far as the kernel took it.
@@ -39,11 +70,25 @@ pub struct Controller<D> {
     pruned: bool,
     /// The kernel must be read, but not before this.
     read_at: Option<Instant>,
+    /// Why it could not be read the last time, as told.
+    read_error: Option<ReadError>,
+    /// When it was read last as a whole.
+    last_read: Option<Instant>,
+    /// When the next audit begins.
+    audit_at: Instant,
+    audit: Option<Reading>,
+    /// What the last audit found and left alone.
+    reported: BTreeSet<Key>,
+    /// The sysctls that are not as they must be and can't be set, as told.
+    sysctls: BTreeSet<String>,
+    /// The number of the drains as the file has them.
+    drains_written: u64,
 }
 
 impl<D: Dataplane> Controller<D> {
     /// A loop that has read nothing yet.
-    pub fn new(source: Source, planner: Planner, kernel: D) -> Controller<D> {
+    pub fn new(source: Source, planner: Planner, kernel: D, settings: Settings) -> Controller<D> {
+        let now = Instant::now();
         Controller {
             source,
             planner,
@@ -51,25 +96,56 @@ impl<D: Dataplane> Controller<D> {
             adopted: false,
             in_force: false,
             pruned: false,
-            read_at: Some(Instant::now()),
+            read_at: Some(now),
+            read_error: None,
+            last_read: None,
+            audit_at: now + settings.sync_period,
+            audit: None,
+            reported: BTreeSet::new(),
+            sysctls: BTreeSet::new(),
+            drains_written: 0,
+            settings,
         }
     }
 
     /// Runs until [`Event::Stop`] or until nobody can send events any more.
     pub fn run(mut self, events: &Receiver<Event>) {
+        self.set_sysctls();
+        match self
+            .settings
+            .drains
+            .as_ref()
+            .map(|drains| drains.read(Instant::now()))
+            .transpose()
+        {
+            Ok(None) => {}
+            Ok(Some(deadlines)) => self.planner.remember_drains(deadlines),
+            Err(error) => warn!(%error, "deadlines of drains could not be read; they begin anew"),
+        }
+        self.list_addresses();
         self.rescan();
         loop {
             self.work();
-            let now = Instant::now();
-            let deadline = self.planner.next_deadline().into_iter().chain(self.read_at).min();
-            let wait = deadline.map_or(Duration::MAX, |at| at.saturating_duration_since(now));
+            self.keep_drains();
+            let wait = self.wait(Instant::now());
             match events.recv_timeout(wait) {
                 Ok(Event::Manifests) => self.rescan(),
+                Ok(Event::Addresses(notices)) => self.note_addresses(&notices),
                 Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => break,
-                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Timeout) => self.audit_some(),
             }
         }
         info!("stopped; what the kernel holds stays in force");
+    }
+
+    /// How long there is nothing to do without news.
+    fn wait(&self, now: Instant) -> Duration {
+        if self.audit.is_some() {
+            return Duration::ZERO;
+        }
+        let deadlines = self.planner.next_deadline().into_iter().chain(self.read_at);
+        let next = deadlines.chain([self.audit_at]).min();
+        next.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
     }
 
     fn rescan(&mut self) {
@@ -80,9 +156,54 @@ impl<D: Dataplane> Controller<D> {
                 Problem::Refused { .. } | Problem::Twice { .. } => warn!("{problem}"),
             }
         }
-        changes.into_iter().for_each(|change| self.planner.apply(change));
+        changes
+            .into_iter()
+            .for_each(|change| self.planner.apply(change));
         if !self.pruned && self.source.is_complete() {
             self.read_at = Some(Instant::now());
+        }
+    }
+
+    /// Lists the node's addresses where they are followed. None at all is a listing that failed.
+    fn list_addresses(&mut self) {
+        if !self.settings.follow_addresses {
+            return;
+        }
+        match self.kernel.node_addresses() {
+            Ok(addresses) => self.planner.apply(Change::NodeAddresses(addresses)),
+            Err(error) => {
+                error!(%error, "the node's addresses could not be listed; node ports stay");
+                self.audit_at = self.audit_at.min(Instant::now() + READ_AGAIN);
+            }
+        }
+    }
+
+    /// Looks at changed addresses: the node's own, and those on our link that we did not change.
+    fn note_addresses(&mut self, notices: &[AddressNotice]) {
+        let mut list = false;
+        for notice in notices {
+            let (address, added) = match notice {
+                AddressNotice::Added(address) => (*address, true),
+                AddressNotice::Removed(address) => (*address, false),
+                AddressNotice::Node => {
+                    list = true;
+                    continue;
+                }
+                AddressNotice::Unknown => {
+                    list = true;
+                    self.audit_at = Instant::now();
+                    continue;
+                }
+            };
+            // A change of our own is known already.
+            if self.planner.holds_address(address) != added {
+                self.audit_at = self
+                    .audit_at
+                    .min(Instant::now() + Duration::from_millis(100));
+            }
+        }
+        if list {
+            self.list_addresses();
         }
     }
 
@@ -93,13 +214,18 @@ impl<D: Dataplane> Controller<D> {
         loop {
             let now = Instant::now();
             if self.planner.in_doubt() && self.read_at.is_none() {
-                self.read_at = Some(now + READ_AGAIN);
+                let again = self.last_read.map_or(now, |last| last + READ_AGAIN);
+                self.read_at = Some(again.max(now));
             }
             if self.read_at.is_some_and(|at| at <= now) {
                 self.read(now);
             }
-            if !self.adopted {
-                return;
+            // Nothing is written before the kernel was read, nor while it is not known.
+            if !self.adopted
+                || self.planner.in_doubt()
+                || self.settings.stop.load(Ordering::Relaxed)
+            {
+                break;
             }
             self.look_at_drains(now);
             for conflict in self.planner.take_conflicts() {
@@ -124,29 +250,114 @@ impl<D: Dataplane> Controller<D> {
                 }
             }
             self.planner.commit(ops.into_iter().zip(outcomes), now);
+            self.forget_flows();
         }
         if done + refused > 0 {
             let took_ms = started.elapsed().as_millis();
             info!(ops = done, failed = refused, took_ms, "applied");
         }
-        if !std::mem::replace(&mut self.in_force, true) {
+        let stopped = self.settings.stop.load(Ordering::Relaxed);
+        if self.adopted && !stopped && !std::mem::replace(&mut self.in_force, true) {
             info!(failed = refused, "what the manifests say is in force");
         }
     }
 
+    fn forget_flows(&mut self) {
+        let stale = self.planner.take_stale_flows();
+        if stale.is_empty() {
+            return;
+        }
+        match self.kernel.forget_flows(&stale) {
+            Ok(0) => {}
+            Ok(flows) => info!(flows, "forgot UDP flows that lead elsewhere now"),
+            Err(error) => warn!(%error, "UDP flows may go on to where they went"),
+        }
+    }
+
+    /// Reads all at once and takes it in: at start, and after a doubt.
     fn read(&mut self, now: Instant) {
-        match self.kernel.read(self.planner.base()) {
+        self.audit = None;
+        self.last_read = Some(now);
+        match self.planner.read_agreed(&mut self.kernel) {
             Ok(state) => {
                 info!(items = state.len(), "read the kernel");
                 self.pruned = self.source.is_complete();
                 self.planner.resync(state, self.pruned, now);
                 self.adopted = true;
+                self.read_error = None;
                 self.read_at = None;
+                self.audit_at = now + self.settings.sync_period;
             }
             Err(error) => {
-                error!(%error, "the kernel could not be read; will be tried again");
+                // The same again each second would hide all else.
+                if self.read_error.as_ref() != Some(&error) {
+                    error!(%error, "the kernel could not be read; will be tried again");
+                }
+                self.read_error = Some(error);
                 self.read_at = Some(now + READ_AGAIN);
             }
+        }
+    }
+
+    /// One part of an audit, when it is time for one.
+    fn audit_some(&mut self) {
+        let now = Instant::now();
+        if !self.adopted || self.read_at.is_some() || self.audit.is_none() && self.audit_at > now {
+            return;
+        }
+        if self.audit.is_none() {
+            self.set_sysctls();
+            self.list_addresses();
+            self.planner.begin_reading();
+        }
+        let mut reading = self.audit.take().unwrap_or_default();
+        match self.kernel.read_part(self.planner.base(), &mut reading) {
+            Ok(false) => self.audit = Some(reading),
+            Ok(true) => self.audited(&reading.state, now),
+            Err(error) => {
+                warn!(%error, "the audit could not read the kernel; will be tried again");
+                self.audit_at = now + self.settings.sync_period;
+            }
+        }
+    }
+
+    /// Sets the sysctls that differ. What can't be set is told once, and again when it is another.
+    fn set_sysctls(&mut self) {
+        let failed = sysctl::set(self.settings.strict_arp);
+        let told = std::mem::take(&mut self.sysctls);
+        for failure in failed {
+            let finding = failure.to_string();
+            if !told.contains(&finding) {
+                error!(error = %failure.source, "{finding}");
+            }
+            self.sysctls.insert(finding);
+        }
+    }
+
+    fn audited(&mut self, read: &State, now: Instant) {
+        self.audit_at = now + self.settings.sync_period;
+        let mut drift = self.planner.differing(read);
+        if drift.is_empty() {
+            self.reported.clear();
+            return;
+        }
+        let again = match self.kernel.read(self.planner.base()) {
+            Ok(again) => again,
+            Err(error) => {
+                warn!(%error, "the audit could not read the kernel; will be tried again");
+                return;
+            }
+        };
+        let also = self.planner.differing(&again);
+        drift.retain(|key| also.contains(key));
+        for key in drift.difference(&self.reported) {
+            let service = self.planner.owner(key).map(ToString::to_string);
+            let there = again.contains_key(key);
+            warn!(service, %key, there, "changed by somebody else");
+        }
+        match self.settings.drift {
+            Drift::Repair => self.planner.adopt(&drift, &again, now),
+            Drift::Report => self.reported = drift,
         }
     }
 
@@ -160,5 +371,23 @@ impl<D: Dataplane> Controller<D> {
                 }
             }
         }
+    }
+
+    /// Writes the deadlines of drains when one began or ended.
+    fn keep_drains(&mut self) {
+        let (number, drains) = self.planner.drains();
+        if number == self.drains_written {
+            return;
+        }
+        let deadlines = drains.filter_map(|(vs, rs, until)| Some((vs, rs, until?)));
+        let written = self
+            .settings
+            .drains
+            .as_ref()
+            .map(|d| d.write(deadlines, Instant::now()));
+        if let Some(Err(error)) = written {
+            warn!(%error, "deadlines of drains could not be kept; a restart begins them anew");
+        }
+        self.drains_written = number;
     }
 }

@@ -2,6 +2,9 @@
 //!
 //! - [`cli`]: the command line
 //! - [`run`] and [`controller`]: the daemon
+//! - [`drains`]: the deadlines of drains, kept over a restart
+//! - [`place`]: the folder under /run
+//! - [`cleanup`]: removes all that is ours
 //! - [`plan`]: the dry run
 //! - [`translate`]: Kubernetes objects into the words of `ipvs-proxy-core`
 //! - [`manifests`]: objects from files and directories of manifests, watched
@@ -18,10 +21,13 @@
 //! assert_eq!(translate::service(service).name.to_string(), "default/web");
 //! ```
 
+pub mod cleanup;
 pub mod cli;
 pub mod controller;
+pub mod drains;
 pub mod inspect;
 pub mod manifests;
+pub mod place;
 pub mod plan;
 pub mod run;
 pub mod translate;

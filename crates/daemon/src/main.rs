@@ -4,8 +4,8 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::Parser as _;
-use ipvs_proxy::cli::{self, Cli, Command, LogFormat, Plan, Run};
-use ipvs_proxy::{inspect, plan, run};
+use ipvs_proxy::cli::{self, Cleanup, Cli, Command, LogFormat, Plan, Run};
+use ipvs_proxy::{cleanup, inspect, plan, run};
 use ipvs_proxy_netlink::Family;
 
 /// A command line that can't be used.
@@ -38,6 +38,7 @@ fn main() -> ExitCode {
     match cli.command {
         Command::Run(flags) => run_command(&flags),
         Command::Plan(flags) => plan_command(&flags),
+        Command::Cleanup(flags) => cleanup_command(&flags),
         Command::Ipvsadm { arguments } => inspect::run(&arguments),
     }
 }
@@ -63,6 +64,23 @@ fn run_command(flags: &Run) -> ExitCode {
     }
 }
 
+fn cleanup_command(flags: &Cleanup) -> ExitCode {
+    match cleanup::cleanup(flags) {
+        Ok(0) => {
+            eprintln!("ipvs-proxy: nothing of ours is in the kernel");
+            ExitCode::SUCCESS
+        }
+        Ok(removed) => {
+            eprintln!("ipvs-proxy: removed {removed} things");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("ipvs-proxy: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
 fn plan_command(flags: &Plan) -> ExitCode {
     match plan::plan(flags) {
         Ok(planned) => {
@@ -70,7 +88,7 @@ fn plan_command(flags: &Plan) -> ExitCode {
                 eprintln!("{problem}");
             }
             let printed = std::io::stdout().lock().write_all(planned.text.as_bytes());
-            if planned.whole && printed.is_ok() {
+            if planned.whole && !planned.differs && printed.is_ok() {
                 ExitCode::SUCCESS
             } else {
                 ExitCode::FAILURE

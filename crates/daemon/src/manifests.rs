@@ -10,6 +10,7 @@ mod watch;
 
 use std::fmt;
 use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
 use k8s_openapi::api::core::v1::{Node, Service};
@@ -19,7 +20,7 @@ use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 pub use source::{Problem, Source};
-pub use watch::watch;
+pub use watch::{Busy, watch};
 
 use crate::translate::object_name;
 
@@ -122,13 +123,49 @@ fn parse(
     read_text(&file, &text, format)
 }
 
+/// The most that is read of a file: a cluster of 50,000 Services has a third of it.
+const MAX_FILE_BYTES: u64 = 1 << 28;
+
+/// Reads a file that has an end, and waits for nobody: neither a FIFO nor a device.
+fn read_regular(path: &Path) -> std::io::Result<Vec<u8>> {
+    let mut options = std::fs::OpenOptions::new();
+    let nonblocking = nix::fcntl::OFlag::O_NONBLOCK.bits();
+    let file = options.read(true).custom_flags(nonblocking).open(path)?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(std::io::Error::other("it is not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
+    if u64::try_from(bytes.len()).is_ok_and(|length| length > MAX_FILE_BYTES) {
+        let megabytes = MAX_FILE_BYTES >> 20;
+        return Err(std::io::Error::other(format!(
+            "it is larger than {megabytes} MiB; split it"
+        )));
+    }
+    Ok(bytes)
+}
+
+/// Text that may come from anybody, on one line and without control characters.
+#[must_use]
+pub fn printable(text: &str) -> String {
+    text.chars()
+        .flat_map(|c| {
+            let odd =
+                c.is_control() || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}');
+            let escaped = odd.then(|| c.escape_default().collect::<Vec<char>>());
+            escaped.unwrap_or_else(|| vec![c])
+        })
+        .collect()
+}
+
 /// The name of a file, and its content.
 fn text_of(path: &Path) -> Result<(String, String), ManifestError> {
     let stdin = path == Path::new("-");
     let file = if stdin {
         "stdin".to_owned()
     } else {
-        path.display().to_string()
+        printable(&path.display().to_string())
     };
     let fail = |line: Option<usize>, message: String| ManifestError {
         file: file.clone(),
@@ -142,7 +179,7 @@ fn text_of(path: &Path) -> Result<(String, String), ManifestError> {
     let read = if stdin {
         std::io::stdin().lock().read_to_end(&mut bytes).map(|_| ())
     } else {
-        std::fs::read(path).map(|content| bytes = content)
+        read_regular(path).map(|content| bytes = content)
     };
     read.map_err(|error| fail(None, format!("can't be read: {error}")))?;
     let text = String::from_utf8(bytes).map_err(|error| {
@@ -321,8 +358,9 @@ fn split_json(text: &str) -> Vec<Document<'_>> {
     documents
 }
 
-/// A list with more broken items than this is no list of ours.
-const MAX_FAULTS: usize = 20;
+/// A list is read again for each broken item; this bounds the work, and this many are always told.
+const MAX_REPEATED_BYTES: usize = 1 << 28;
+const MIN_FAULTS: usize = 20;
 
 /// What says of which kind an object is.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -334,7 +372,7 @@ struct Head {
 
 #[derive(Debug, Default, Deserialize)]
 struct ListHead {
-    items: Option<Vec<Head>>,
+    items: Option<Vec<Option<Head>>>,
 }
 
 /// What names an object; read only to make an error better.
@@ -468,7 +506,12 @@ impl Document<'_> {
         let heads = self.parse::<ListHead>()?.items.unwrap_or_default();
         let mut kinds = Vec::with_capacity(heads.len());
         let mut faults = Vec::new();
-        for (i, mut head) in heads.into_iter().enumerate() {
+        for (i, head) in heads.into_iter().enumerate() {
+            let Some(mut head) = head else {
+                faults.push(Fault::new(item(i).trim_end_matches('.'), "is null").of_object());
+                kinds.push(Kind::Ignored);
+                continue;
+            };
             if of.is_some() {
                 head.kind = head.kind.or(of.map(str::to_owned));
                 let listed = if of == Some("EndpointSlice") {
@@ -487,6 +530,7 @@ impl Document<'_> {
                 Kind::Ignored
             }));
         }
+        let most = (MAX_REPEATED_BYTES / self.text.len().max(1)).max(MIN_FAULTS);
         // The parser ends at the first item that can't be read: leave that one out and go on.
         loop {
             match self.parse_seed(List(&kinds)) {
@@ -502,11 +546,19 @@ impl Document<'_> {
                     return Ok((good.into_iter().flatten().collect(), faults));
                 }
                 Err(fault) => {
-                    let at = fault.item().filter(|_| faults.len() < MAX_FAULTS);
-                    let fault = self.named_item(fault, &kinds);
+                    let at = fault.item().filter(|_| faults.len() < most);
+                    let mut fault = self.named_item(fault, &kinds);
                     match at.and_then(|i| kinds.get_mut(i)) {
                         Some(kind) if *kind != Kind::Ignored => *kind = Kind::Ignored,
-                        _ => return Err(fault),
+                        _ => {
+                            if faults.len() >= most {
+                                fault
+                                    .message
+                                    .push_str("; so many are broken that none is used");
+                            }
+                            faults.push(fault);
+                            return Ok((Vec::new(), faults));
+                        }
                     }
                     faults.push(fault.of_object());
                 }
@@ -618,6 +670,10 @@ fn item(index: usize) -> String {
 }
 
 fn describe(kind: &str, metadata: &ObjectMeta) -> String {
+    printable(&described(kind, metadata))
+}
+
+fn described(kind: &str, metadata: &ObjectMeta) -> String {
     match object_name(metadata) {
         name if name.name.is_empty() => kind.to_owned(),
         name if kind == "Node" => format!("{kind} {}", name.name),
@@ -632,10 +688,31 @@ fn checked(object: Object, outer: &str) -> Result<Object, Fault> {
         Object::EndpointSlice(_) => "EndpointSlice",
         Object::Node(_) => "Node",
     };
-    if object.metadata().name.as_deref().is_none_or(str::is_empty) {
-        let mut fault = Fault::new(&format!("{outer}metadata.name"), "is missing");
+    let metadata = object.metadata();
+    let refused = |field: &str, message: String| {
+        let mut fault = Fault::new(&format!("{outer}metadata.{field}"), message);
         fault.object = Some(kind.to_owned());
-        return Err(fault);
+        fault
+    };
+    let name = metadata.name.as_deref().unwrap_or_default();
+    if name.is_empty() {
+        return Err(refused("name", "is missing".to_owned()));
+    }
+    // Names end up in logs, and a name as the API server takes it is harmless there.
+    for (field, name) in [
+        ("name", name),
+        (
+            "namespace",
+            metadata.namespace.as_deref().unwrap_or_default(),
+        ),
+    ] {
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
+        if name.len() > 253 || !name.chars().all(plain) {
+            let shown: String = name.chars().take(60).collect();
+            let message =
+                format!("{shown:?} is not a name of up to 253 letters, digits, '-' and '.'");
+            return Err(refused(field, message));
+        }
     }
     Ok(object)
 }

@@ -1,15 +1,18 @@
 //! `plan`: what given objects need on a given node, without touching a kernel.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use ipset_rs::{SetSpec, SetType};
 use ipvs_netlink::{RealServer, VirtualServer, VirtualServerKey};
-use ipvs_proxy_core::model::{Change, Node};
+use ipvs_proxy_core::model::Change;
+use ipvs_proxy_core::op::Dataplane as _;
 use ipvs_proxy_core::planner::Planner;
-use ipvs_proxy_core::state::{Key, State};
 use ipvs_proxy_core::state::Value;
+use ipvs_proxy_core::state::{Key, State};
+use ipvs_proxy_dataplane::kernel::Kernel;
 use ipvs_proxy_netlink::Family;
+use serde_json::json;
 
 use crate::cli::{Output, Plan};
 use crate::inspect;
@@ -24,20 +27,21 @@ pub struct Planned {
     pub problems: Vec<String>,
     /// Every manifest could be read, single refused objects aside.
     pub whole: bool,
+    /// The kernel that it was compared with is not so.
+    pub differs: bool,
 }
 
 /// Reads the manifests and plans.
 ///
 /// # Errors
-/// Where flags contradict each other.
+/// Where flags contradict each other, or where a kernel to compare with can't be read.
 pub fn plan(flags: &Plan) -> Result<Planned, String> {
-    let addresses = flags.shape.node_addresses();
-    let mut source =
-        Source::new(flags.manifests.clone(), &flags.node_name, addresses.is_none());
+    let node = flags.shape.node();
+    let mut source = Source::new(flags.manifests.clone(), &flags.node_name, node.is_none());
     let (changes, found) = source.rescan();
     let mut planner = Planner::new(flags.shape.config(&Family::ALL)?);
-    if let Some(addresses) = addresses {
-        planner.apply(Change::Node(Node { addresses }));
+    if let Some(node) = node {
+        planner.apply(Change::Node(node));
     }
     changes.into_iter().for_each(|change| planner.apply(change));
     let lost = |problem: &Problem| match problem {
@@ -48,14 +52,43 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
     let whole = !found.iter().any(lost);
     let mut problems: Vec<String> = found.iter().map(ToString::to_string).collect();
     problems.extend(planner.take_conflicts().iter().map(ToString::to_string));
+    let live = flags
+        .diff
+        .then(|| Kernel::open(&Family::ALL, flags.iptables_backend));
+    let mut live = live.transpose().map_err(|error| error.to_string())?;
+    if let Some(kernel) = &mut live
+        && flags.shape.node_ips.is_empty()
+    {
+        let addresses = kernel.node_addresses().map_err(|error| error.to_string())?;
+        planner.apply(Change::NodeAddresses(addresses));
+    }
     let state = planner.desired();
+    if let Some(kernel) = &mut live {
+        let read = kernel
+            .read(planner.base())
+            .map_err(|error| error.to_string())?;
+        let text = difference(&read, &state);
+        return Ok(Planned {
+            differs: !text.is_empty(),
+            text,
+            problems,
+            whole,
+        });
+    }
     let text = match flags.output {
         Output::Summary => summary(&planner, &state),
         Output::Ipvsadm => inspect::save(&servers(&state), None),
         Output::Ipset => sets(&state),
         Output::Addresses => addresses_of(&state),
+        Output::Iptables => rules(&state),
+        Output::Json => json(&state),
     };
-    Ok(Planned { text, problems, whole })
+    Ok(Planned {
+        text,
+        problems,
+        whole,
+        differs: false,
+    })
 }
 
 /// The virtual servers of a state, each with its real servers.
@@ -82,9 +115,13 @@ fn servers(state: &State) -> Vec<(VirtualServer, Vec<RealServer>)> {
 /// The sets in the form of `ipset save`.
 fn sets(state: &State) -> String {
     let mut text = String::new();
-    for key in state.keys() {
+    for (key, value) in state {
         let Key::Set(set) = key else { continue };
         let name = set.name();
+        if *value == Value::OddSet {
+            let _ = writeln!(text, "create {name} of another type");
+            continue;
+        }
         let spec = SetSpec::new(name, set.kind());
         let _ = match (set.kind(), set.kind().family()) {
             (SetType::BitmapPort, _) => {
@@ -94,7 +131,11 @@ fn sets(state: &State) -> String {
                 text,
                 "create {name} {} family {} hashsize {} maxelem {}",
                 kind.name(),
-                if family == Some(Family::V6) { "inet6" } else { "inet" },
+                if family == Some(Family::V6) {
+                    "inet6"
+                } else {
+                    "inet"
+                },
                 spec.hash_size,
                 spec.max_elements,
             ),
@@ -118,6 +159,98 @@ fn addresses_of(state: &State) -> String {
         }
     }
     text
+}
+
+/// The rules in the form of `iptables-save`, both families.
+fn rules(state: &State) -> String {
+    let mut text = String::new();
+    for value in state.values() {
+        if let Value::Rules(rules) = value {
+            let tool = match rules.family {
+                Family::V4 => "iptables",
+                Family::V6 => "ip6tables",
+            };
+            let _ = write!(text, "# {tool}\n{}", rules.save_text());
+        }
+    }
+    text
+}
+
+/// What the kernel has and should not have (`-`), and what it lacks (`+`), line by line. Real
+/// servers that drain are no difference.
+fn difference(read: &State, wanted: &State) -> String {
+    let lines = |state: &State| -> BTreeSet<String> {
+        let mut text = inspect::save(&servers(state), None);
+        text.push_str(&sets(state));
+        text.push_str(&addresses_of(state));
+        text.push_str(&rules(state));
+        text.lines().map(str::to_owned).collect()
+    };
+    let mut read = read.clone();
+    read.retain(|key, value| wanted.contains_key(key) || *value != Value::RealServer(0));
+    let (has, needs) = (lines(&read), lines(wanted));
+    let mut text = String::new();
+    for line in has.difference(&needs) {
+        let _ = writeln!(text, "-{line}");
+    }
+    for line in needs.difference(&has) {
+        let _ = writeln!(text, "+{line}");
+    }
+    text
+}
+
+fn json(state: &State) -> String {
+    let servers: Vec<_> = servers(state)
+        .iter()
+        .map(|(server, real_servers)| {
+            let VirtualServerKey::Address {
+                address,
+                port,
+                protocol,
+            } = server.key
+            else {
+                return serde_json::Value::Null;
+            };
+            let persistence = server.persistence.map(|p| p.timeout_s);
+            let real_servers: Vec<_> = real_servers
+                .iter()
+                .map(|r| json!({"address": r.key.address, "port": r.key.port, "weight": r.weight}))
+                .collect();
+            json!({
+                "address": address,
+                "port": port,
+                "protocol": protocol.to_string(),
+                "scheduler": server.scheduler.name(),
+                "schedulerFlags": server.scheduler_flags.bits(),
+                "persistenceSeconds": persistence,
+                "realServers": real_servers,
+            })
+        })
+        .collect();
+    let sets: Vec<_> = state
+        .keys()
+        .filter_map(|key| {
+            let Key::Set(set) = key else { return None };
+            let entries: Vec<String> = state
+                .keys()
+                .filter_map(|key| match key {
+                    Key::Entry(of, entry) if of == set => Some(entry.to_string()),
+                    _ => None,
+                })
+                .collect();
+            let kind = set.kind().name();
+            Some(json!({"name": set.name().as_str(), "type": kind, "entries": entries}))
+        })
+        .collect();
+    let addresses: Vec<String> = addresses_of(state).lines().map(str::to_owned).collect();
+    let rules: Vec<String> = rules(state).lines().map(str::to_owned).collect();
+    let all = json!({
+        "virtualServers": servers,
+        "sets": sets,
+        "addresses": addresses,
+        "iptables": rules,
+    });
+    format!("{all:#}\n")
 }
 
 /// For a person: each virtual server with its Service and real servers, then counts.

@@ -1,20 +1,24 @@
 //! `run`: sets the process up and hands over to the [`Controller`].
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
-use ipvs_proxy_core::model::{Change, Node};
+use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::planner::Planner;
+use ipvs_proxy_dataplane::addresses;
 use ipvs_proxy_dataplane::kernel::Kernel;
-use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_netlink::Family;
 use nix::sys::signal::{SigSet, Signal};
-use tracing::{error, info, warn};
+use tracing::{info, warn};
 
 use crate::cli::Run;
-use crate::controller::{Controller, Event};
+use crate::controller::{Controller, Event, Settings};
+use crate::drains::Drains;
 use crate::manifests::{self, Source};
+use crate::place::{LockError, Place};
 
 /// Runs until SIGTERM or SIGINT. The kernel's state stays in place.
 ///
@@ -24,29 +28,51 @@ use crate::manifests::{self, Source};
 pub fn run(flags: &Run) -> Result<()> {
     let (sender, events) = sync_channel(16);
     // Before any other thread starts, so that all of them leave these signals alone.
-    stop_on_signals(sender.clone())?;
+    let stop = stop_on_signals(sender.clone())?;
 
     let families = families();
     let mut kernel = Kernel::open(&families, flags.iptables_backend)?;
+    // Without a folder of its own the daemon does all but keep deadlines over a restart.
+    let place = Place::here().map_err(|error| warn!("{error:#}; drains begin anew at a restart"));
+    let place = place.ok();
+    let _alone = match place.as_ref().map(Place::lock) {
+        Some(Err(error @ LockError::Taken(_))) => return Err(error.into()),
+        Some(Err(error)) => {
+            warn!("{error:#}; a second daemon would not be noticed");
+            None
+        }
+        Some(Ok(alone)) => Some(alone),
+        None => None,
+    };
     kernel.require_scheduler(flags.shape.scheduler)?;
-    let mut config = flags.shape.config(&families).map_err(|error| anyhow!(error))?;
+    let mut config = flags
+        .shape
+        .config(&families)
+        .map_err(|error| anyhow!(error))?;
     config.random_fully = kernel.tools().version().has_random_fully();
-    for failure in sysctl::set() {
-        error!(error = %failure.source, "{failure}");
-    }
 
     let node_name = match &flags.node_name {
         Some(name) => name.clone(),
         None => host_name()?,
     };
-    let addresses = flags.shape.node_addresses();
-    let source = Source::new(flags.manifests.clone(), &node_name, addresses.is_none());
+    let node = flags.shape.node();
+    let (changes, busy) =
+        manifests::watch(&flags.manifests).context("manifests can't be watched")?;
+    let source = Source::new(flags.manifests.clone(), &node_name, node.is_none()).leaving(busy);
     let mut planner = Planner::new(config);
-    if let Some(addresses) = addresses {
-        planner.apply(Change::Node(Node { addresses }));
+    if let Some(node) = node {
+        planner.apply(Change::Node(node));
     }
-    let changes = manifests::watch(&flags.manifests).context("manifests can't be watched")?;
-    forward(changes, sender)?;
+    forward(changes, sender.clone())?;
+    addresses::watch(move |notices| sender.send(Event::Addresses(notices)).is_ok())?;
+    let settings = Settings {
+        follow_addresses: flags.shape.node_ips.is_empty(),
+        stop,
+        sync_period: flags.sync_period,
+        strict_arp: flags.ipvs_strict_arp,
+        drift: flags.drift,
+        drains: place.map(|place| Drains::new(&place.file("drains.json"))),
+    };
     info!(
         node = node_name,
         scheduler = %flags.shape.scheduler,
@@ -57,7 +83,7 @@ pub fn run(flags: &Run) -> Result<()> {
     if families.len() == 1 {
         warn!("IPv6 is switched off on this node: IPv4 only");
     }
-    Controller::new(source, planner, kernel).run(&events);
+    Controller::new(source, planner, kernel, settings).run(&events);
     Ok(())
 }
 
@@ -72,24 +98,36 @@ fn families() -> Vec<Family> {
 
 /// The host's name in lower case, as kubelet names its Node.
 fn host_name() -> Result<String> {
-    let name = nix::unistd::gethostname().context("the host name can't be read: give --node-name")?;
+    let name =
+        nix::unistd::gethostname().context("the host name can't be read: give --node-name")?;
     let name = name.to_string_lossy().trim().to_lowercase();
-    if name.is_empty() { Err(anyhow!("the host has no name: give --node-name")) } else { Ok(name) }
+    if name.is_empty() {
+        Err(anyhow!("the host has no name: give --node-name"))
+    } else {
+        Ok(name)
+    }
 }
 
-fn stop_on_signals(sender: SyncSender<Event>) -> Result<()> {
+/// Tells the loop to stop on SIGTERM and SIGINT: by the flag in the middle of its work, by the event
+/// when it waits.
+fn stop_on_signals(sender: SyncSender<Event>) -> Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&stop);
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGTERM);
     signals.add(Signal::SIGINT);
     signals.thread_block().context("signals can't be blocked")?;
     let wait = move || {
         if signals.wait().is_ok() {
+            flag.store(true, Ordering::Relaxed);
             // The loop may have ended already.
             let _ = sender.send(Event::Stop);
         }
     };
-    thread::Builder::new().name("signals".to_owned()).spawn(wait)?;
-    Ok(())
+    thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(wait)?;
+    Ok(stop)
 }
 
 fn forward(changes: Receiver<()>, sender: SyncSender<Event>) -> Result<()> {
@@ -100,6 +138,8 @@ fn forward(changes: Receiver<()>, sender: SyncSender<Event>) -> Result<()> {
             }
         }
     };
-    thread::Builder::new().name("manifests-events".to_owned()).spawn(forward)?;
+    thread::Builder::new()
+        .name("manifests-events".to_owned())
+        .spawn(forward)?;
     Ok(())
 }

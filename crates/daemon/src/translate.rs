@@ -8,6 +8,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::time::Duration;
 
 use ipvs_proxy_core::model;
 use ipvs_proxy_netlink::{Family, Protocol};
@@ -16,6 +17,7 @@ use k8s_openapi::api::discovery::v1::{Endpoint, EndpointPort, EndpointSlice};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 /// A Service with this label belongs to the proxy that the label names.
+const ANNOTATION_DRAIN_TIMEOUT: &str = "ipvs-proxy.io/drain-timeout";
 const LABEL_PROXY_NAME: &str = "service.kubernetes.io/service-proxy-name";
 /// An EndpointSlice with this label belongs to a headless Service.
 const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
@@ -81,13 +83,17 @@ pub fn service(service: &Service) -> Translated<model::Service> {
             let cluster_ips = cluster_ips(spec, &mut refusals);
             let ports = service_ports(spec, &mut refusals);
             let affinity_timeout_s = affinity(spec, &mut refusals);
+            unsupported(spec, &mut refusals);
             let created = service.metadata.creation_timestamp.as_ref();
             (!cluster_ips.is_empty()).then(|| model::Service {
                 created: created.map(|time| time.0.as_second()),
                 uid: service.metadata.uid.as_deref().unwrap_or_default().into(),
                 cluster_ips,
+                external_ips: external_ips(spec, &mut refusals),
+                load_balancer_ips: load_balancer_ips(service, &mut refusals),
                 ports,
                 affinity_timeout_s,
+                drain_timeout: drain_timeout(&service.metadata, &mut refusals),
             })
         }
         _ => None,
@@ -141,15 +147,19 @@ pub fn node(node: &Node) -> Translated<model::Node> {
         .as_ref()
         .and_then(|status| status.addresses.as_deref());
     let mut addresses = BTreeSet::new();
+    let mut internal = Vec::new();
     for (i, entry) in listed.unwrap_or_default().iter().enumerate() {
         if matches!(entry.type_.as_str(), "InternalIP" | "ExternalIP") {
             let field = || format!("status.addresses[{i}].address");
-            addresses.extend(refusals.address(field, &entry.address));
+            let address = refusals.address(field, &entry.address);
+            addresses.extend(address);
+            internal.extend(address.filter(|_| entry.type_ == "InternalIP"));
         }
     }
+    let primary = model::Node::primary_of(&internal);
     Translated {
         name,
-        object: Some(model::Node { addresses }),
+        object: Some(model::Node { addresses, primary }),
         refusals: refusals.list,
     }
 }
@@ -176,6 +186,39 @@ pub fn parse_address(text: &str) -> Option<IpAddr> {
         .next()
         .is_none()
         .then(|| IpAddr::V4(Ipv4Addr::from(octets)))
+}
+
+/// Reads a time as Go prints it: `1h30m`, `30s`, `1.5s`, `250ms`, and `0` without a unit.
+#[must_use]
+pub fn parse_duration(text: &str) -> Option<Duration> {
+    if text == "0" {
+        return Some(Duration::ZERO);
+    }
+    let mut total = Duration::ZERO;
+    let mut rest = text;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit() && c != '.')?;
+        let (number, tail) = rest.split_at(digits);
+        let number: f64 = number.parse().ok()?;
+        let units = [("ms", 0.001), ("h", 3600.0), ("m", 60.0), ("s", 1.0)];
+        let (unit, seconds) = units.iter().find(|(unit, _)| tail.starts_with(unit))?;
+        total = total.checked_add(Duration::try_from_secs_f64(number * seconds).ok()?)?;
+        rest = tail.get(unit.len()..)?;
+    }
+    (!text.is_empty()).then_some(total)
+}
+
+fn drain_timeout(metadata: &ObjectMeta, refusals: &mut Refusals) -> Option<Duration> {
+    let text = metadata
+        .annotations
+        .as_ref()?
+        .get(ANNOTATION_DRAIN_TIMEOUT)?;
+    let parsed = parse_duration(text);
+    if parsed.is_none() {
+        let field = format!("metadata.annotations[{ANNOTATION_DRAIN_TIMEOUT}]");
+        refusals.text(field, text, "is not a time such as 30s, 1m30s or 0");
+    }
+    parsed
 }
 
 /// The refusals of one object, as they are found.
@@ -297,6 +340,83 @@ fn cluster_ips(spec: &ServiceSpec, refusals: &mut Refusals) -> Vec<IpAddr> {
         }
     }
     addresses
+}
+
+/// What a Service may ask for and does not get yet: whoever relies on it must know.
+fn unsupported(spec: &ServiceSpec, refusals: &mut Refusals) {
+    let policies = [
+        ("spec.internalTrafficPolicy", &spec.internal_traffic_policy),
+        ("spec.externalTrafficPolicy", &spec.external_traffic_policy),
+    ];
+    for (field, policy) in policies {
+        if let Some(policy) = policy.as_deref().filter(|policy| *policy != "Cluster") {
+            refusals.text(
+                field,
+                policy,
+                "is not supported yet: every endpoint is used",
+            );
+        }
+    }
+    let ranges = spec
+        .load_balancer_source_ranges
+        .as_deref()
+        .unwrap_or_default();
+    if !ranges.is_empty() {
+        let text = ranges.join(",");
+        let reason = "is not supported yet: load balancer addresses are open to all";
+        refusals.text("spec.loadBalancerSourceRanges", &text, reason);
+    }
+}
+
+fn external_ips(spec: &ServiceSpec, refusals: &mut Refusals) -> Vec<IpAddr> {
+    let texts = spec.external_ips.as_deref().unwrap_or_default();
+    let mut addresses = Vec::new();
+    for (i, text) in texts.iter().enumerate() {
+        let field = || format!("spec.externalIPs[{i}]");
+        addresses.extend(outside_vip(text, field, refusals));
+    }
+    addresses
+}
+
+/// The addresses of load balancers. Those with a host name only, and those of `ipMode: Proxy`,
+/// lead to the Service by another way.
+fn load_balancer_ips(service: &Service, refusals: &mut Refusals) -> Vec<IpAddr> {
+    let status = service
+        .status
+        .as_ref()
+        .and_then(|status| status.load_balancer.as_ref());
+    let ingress = status
+        .and_then(|balancer| balancer.ingress.as_deref())
+        .unwrap_or_default();
+    let mut addresses = Vec::new();
+    for (i, entry) in ingress.iter().enumerate() {
+        let text = entry.ip.as_deref().unwrap_or_default();
+        match entry.ip_mode.as_deref() {
+            _ if text.is_empty() => {}
+            None | Some("VIP") => {
+                let field = || format!("status.loadBalancer.ingress[{i}].ip");
+                addresses.extend(outside_vip(text, field, refusals));
+            }
+            Some("Proxy") => {}
+            Some(other) => {
+                let field = format!("status.loadBalancer.ingress[{i}].ipMode");
+                refusals.text(field, other, "is not VIP or Proxy");
+            }
+        }
+    }
+    addresses
+}
+
+/// An address from outside of the cluster. A loopback address may be one: it is never bound.
+fn outside_vip(text: &str, field: impl Fn() -> String, refusals: &mut Refusals) -> Option<IpAddr> {
+    let address = refusals.address(&field, text)?;
+    match no_vip(address).filter(|_| !address.is_loopback()) {
+        Some(what) => {
+            refusals.text(field(), text, format!("is {what}, which can't be a VIP"));
+            None
+        }
+        None => Some(address),
+    }
 }
 
 /// Why an address can't be a VIP: bound to a link it would take traffic that is not a Service's.

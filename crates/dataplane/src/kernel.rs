@@ -2,17 +2,25 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use ipset_rs::{Change, Entry};
 use ipvs_netlink::{
     RealServer, RealServerKey, Request, Scheduler, VirtualServer, VirtualServerKey,
 };
-use ipvs_proxy_core::op::{Dataplane, Failure, FailureKind, Op, Outcome, ReadError};
-use ipvs_proxy_core::state::{Key, Set, State, Value};
+use ipvs_proxy_core::op::{
+    Dataplane, Failure, FailureKind, Op, Outcome, ReadError, Reading, StaleFlows,
+};
+use ipvs_proxy_core::plan::Config;
+use ipvs_proxy_core::rules;
+use ipvs_proxy_core::state::{Key, Role, Set, State, Value};
 use ipvs_proxy_iptables::{Choice, Tools};
-use ipvs_proxy_netlink::{Error as NetlinkError, Family};
+use ipvs_proxy_netlink::{Error as NetlinkError, Family, Socket, Subsystem as NetlinkSubsystem};
 
-use crate::links::{AddressChange, LinkError, Links};
+use crate::conntrack;
+use crate::links::{self, AddressChange, LinkError, Links};
 
 /// Why the kernel can't be worked with at all.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +49,7 @@ pub struct Kernel {
     ipvs: ipvs_netlink::Client,
     ipset: ipset_rs::Client,
     links: Links,
+    conntrack: Socket,
     tools: Tools,
     families: Vec<Family>,
 }
@@ -58,6 +67,8 @@ impl Kernel {
             ipvs,
             ipset: ipset_rs::Client::open()?,
             links: Links::open()?,
+            conntrack: Socket::open(NetlinkSubsystem::Netfilter)
+                .map_err(links::failed("open nfnetlink"))?,
             tools: Tools::find(iptables)?,
             families: families.to_vec(),
         })
@@ -76,7 +87,10 @@ impl Kernel {
     /// [`OpenError::Scheduler`] when it has not.
     pub fn require_scheduler(&mut self, scheduler: Scheduler) -> Result<(), OpenError> {
         let known = self.ipvs.virtual_servers()?;
-        if known.iter().any(|entry| entry.server.scheduler == scheduler) {
+        if known
+            .iter()
+            .any(|entry| entry.server.scheduler == scheduler)
+        {
             return Ok(());
         }
         if self.ipvs.has_scheduler(scheduler)? {
@@ -87,12 +101,25 @@ impl Kernel {
     }
 
     fn sets(&mut self, ops: &[Op]) -> Vec<Outcome> {
+        let replaced = |op: &Op| match op {
+            Op::Update(Key::Set(set), _) => Some(*set),
+            _ => None,
+        };
+        let mut outcomes = Vec::with_capacity(ops.len());
+        for run in ops.chunk_by(|a, b| replaced(a).is_none() && replaced(b).is_none()) {
+            match run.first().and_then(replaced) {
+                Some(set) => outcomes.push(self.replace(set)),
+                None => outcomes.extend(self.change_sets(run)),
+            }
+        }
+        outcomes
+    }
+
+    fn change_sets(&mut self, ops: &[Op]) -> Vec<Outcome> {
         let changes: Vec<Change> = ops
             .iter()
             .filter_map(|op| match op {
-                Op::Add(Key::Set(set), _) | Op::Update(Key::Set(set), _) => Some(Change::Create(
-                    ipset_rs::SetSpec::new(set.name(), set.kind()),
-                )),
+                Op::Add(Key::Set(set), _) => Some(create(*set)),
                 Op::Remove(Key::Set(set)) => Some(Change::Destroy(set.name())),
                 Op::Add(Key::Entry(set, entry), _) | Op::Update(Key::Entry(set, entry), _) => {
                     Some(Change::Add(set.name(), *entry))
@@ -104,8 +131,77 @@ impl Kernel {
         let results = self.ipset.change(&changes);
         ops.iter()
             .zip(results)
-            .map(|(op, result)| outcome_of_set(op, result))
+            .map(|(op, result)| match (op, result) {
+                (Op::Remove(Key::Set(set)), Err(ipset_rs::Error::Busy)) => self.destroy(*set),
+                (op, result) => outcome_of_set(op, result),
+            })
             .collect()
+    }
+
+    /// Destroys a set that was in use a moment ago. nf_tables lets go of the sets of deleted rules
+    /// a little later; a rule of other software does not.
+    fn destroy(&mut self, set: Set) -> Outcome {
+        let op = Op::Remove(Key::Set(set));
+        let mut left = BUSY_ATTEMPTS;
+        loop {
+            let outcome = outcome_of_set(&op, self.change_set(Change::Destroy(set.name())));
+            left -= 1;
+            match outcome {
+                Outcome::Failed(Failure {
+                    kind: FailureKind::Busy,
+                    ..
+                }) if left > 0 => {
+                    if let Some(outcome) = self.in_use(set) {
+                        return outcome;
+                    }
+                    thread::sleep(BUSY_PAUSE);
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// A failure that names the rule of other software that holds a set of ours, if one does.
+    fn in_use(&self, set: Set) -> Option<Outcome> {
+        let ours = rules::rules(&Config::default(), set.family);
+        let rule = self
+            .tools
+            .rule_of_set(set.name().as_str(), &ours)?
+            .replacen(" -A ", " -D ", 1);
+        let text = format!("a rule that is not ours uses the set: delete it ({rule})");
+        Some(failed(FailureKind::Busy, &text))
+    }
+
+    /// Puts a set of ours in the place of one of another type. A set can't go while rules look into
+    /// it, so the family's rules go as well, and the caller puts them back.
+    fn replace(&mut self, set: Set) -> Outcome {
+        if let Some(outcome) = self.in_use(set) {
+            return outcome;
+        }
+        let outcome = self.rules(&Op::Remove(Key::Rules(set.family)));
+        if outcome != Outcome::Done {
+            return outcome;
+        }
+        let outcome = match self.destroy(set) {
+            Outcome::Done => {
+                let op = Op::Add(Key::Set(set), Value::Present);
+                outcome_of_set(&op, self.change_set(create(set)))
+            }
+            failed => failed,
+        };
+        match outcome {
+            Outcome::Done => Outcome::Done,
+            // The rules are gone: the kernel is not as it was.
+            Outcome::Failed(failure) => failed(FailureKind::Drift, &failure),
+        }
+    }
+
+    fn change_set(&mut self, change: Change) -> Result<(), ipset_rs::Error> {
+        let results = self.ipset.change(&[change]);
+        results
+            .into_iter()
+            .next()
+            .unwrap_or(Err(ipset_rs::Error::Overrun))
     }
 
     fn servers(&mut self, ops: &[Op]) -> Vec<Outcome> {
@@ -136,20 +232,64 @@ impl Kernel {
     }
 
     fn rules(&mut self, op: &Op) -> Outcome {
-        let (Op::Add(_, Value::Rules(rules)) | Op::Update(_, Value::Rules(rules))) = op else {
-            return failed(
-                FailureKind::Refused,
-                &"the rules of a family are never removed by an op",
-            );
+        let (rules, removed) = match op {
+            Op::Add(_, Value::Rules(rules)) | Op::Update(_, Value::Rules(rules)) => {
+                (rules.clone(), false)
+            }
+            Op::Remove(Key::Rules(family)) => {
+                (Box::new(rules::rules(&Config::default(), *family)), true)
+            }
+            _ => return failed(FailureKind::Refused, &"not an op of rules"),
         };
-        let written = self.tools.present(rules).and_then(|present| {
-            self.tools
-                .restore(rules.family, &rules.restore_text(&present))
+        let written = self.tools.present(&rules).and_then(|present| {
+            let text = match removed {
+                true => rules.removal_text(&present),
+                false => rules.restore_text(&present),
+            };
+            self.tools.restore(rules.family, &text)
         });
         match written {
             Ok(()) => Outcome::Done,
             Err(error) => failed(FailureKind::Busy, &error),
         }
+    }
+
+    fn link(&mut self, op: &Op) -> Outcome {
+        outcome_of_link(match op {
+            Op::Remove(_) => self.links.delete(),
+            _ => self.links.create(),
+        })
+    }
+
+    /// Reads all that is ours, whatever it should be: also rules and sets that are not as they
+    /// should be.
+    ///
+    /// # Errors
+    /// If it could not be read whole.
+    pub fn read_whatever(&mut self) -> Result<State, ReadError> {
+        let mut state = self.read(&State::new())?;
+        for family in self.families.clone() {
+            let rules = rules::rules(&Config::default(), family);
+            if !self
+                .tools
+                .present(&rules)
+                .map_err(|e| unread(&e))?
+                .is_empty()
+            {
+                state.insert(Key::Rules(family), Value::Rules(Box::new(rules)));
+            }
+        }
+        let names: BTreeSet<_> = self
+            .ipset
+            .list_headers()
+            .map_err(|e| unread(&e))?
+            .into_iter()
+            .map(|set| set.name)
+            .collect();
+        let ours = self.families.iter().flat_map(|family| Set::all(*family));
+        let there = ours.filter(|set| names.contains(&set.name()));
+        state.extend(there.map(|set| (Key::Set(set), Value::Present)));
+        Ok(state)
     }
 
     /// The virtual servers of ours: on an address of the link, or on an address and port that one
@@ -166,7 +306,7 @@ impl Kernel {
         let family = key.family();
         self.families.contains(&family)
             && (vips.contains(address)
-                || OWNING.iter().any(|role| {
+                || Role::OWNING.iter().any(|role| {
                     let entry = Entry::IpPort(*address, *protocol, *port);
                     state.contains_key(&Key::Entry(
                         Set {
@@ -186,12 +326,13 @@ impl Kernel {
             .map(|set| (set.name(), set))
             .collect();
         for header in self.ipset.list_headers().map_err(|e| unread(&e))? {
-            let Some(set) = sets
-                .get(&header.name)
-                .filter(|s| header.kind == Some(s.kind()))
-            else {
+            let Some(set) = sets.get(&header.name) else {
                 continue;
             };
+            if header.kind != Some(set.kind()) {
+                state.insert(Key::Set(*set), Value::OddSet);
+                continue;
+            }
             let (_, entries) = self.ipset.list(&header.name).map_err(|e| unread(&e))?;
             state.insert(Key::Set(*set), Value::Present);
             state.extend(
@@ -203,61 +344,28 @@ impl Kernel {
         Ok(())
     }
 
-    fn read_servers(
+    /// Reads everything but real servers; the virtual servers of ours.
+    fn read_all_but_real_servers(
         &mut self,
+        wanted: &State,
         state: &mut State,
-        vips: &BTreeSet<IpAddr>,
-    ) -> Result<(), ReadError> {
-        for entry in self.ipvs.virtual_servers().map_err(|e| unread(&e))? {
-            let key = entry.server.key;
-            if !self.ours(state, vips, &key) {
-                continue;
-            }
-            for real in self.ipvs.real_servers(key).map_err(|e| unread(&e))? {
-                let value = Value::of_real_server(&real.server);
-                state.insert(Key::RealServer(key, real.server.key), value);
-            }
-            state.insert(
-                Key::VirtualServer(key),
-                Value::VirtualServer(Box::new(entry.server)),
-            );
-        }
-        Ok(())
-    }
-}
-
-/// The sets whose entries own a virtual server.
-const OWNING: [ipvs_proxy_core::state::Role; 2] = [
-    ipvs_proxy_core::state::Role::ClusterIp,
-    ipvs_proxy_core::state::Role::Owned,
-];
-
-impl Dataplane for Kernel {
-    fn apply(&mut self, ops: &[Op]) -> Vec<Outcome> {
-        let mut outcomes = Vec::with_capacity(ops.len());
-        for run in ops.chunk_by(|a, b| subsystem(a) == subsystem(b)) {
-            let Some(first) = run.first() else { continue };
-            match subsystem(first) {
-                Subsystem::Ipset => outcomes.extend(self.sets(run)),
-                Subsystem::Ipvs => outcomes.extend(self.servers(run)),
-                Subsystem::Address => outcomes.extend(self.addresses(run)),
-                Subsystem::Rules => outcomes.extend(run.iter().map(|op| self.rules(op))),
-                Subsystem::Link => {
-                    outcomes.extend(run.iter().map(|_| outcome_of_link(self.links.create())));
-                }
-            }
-        }
-        outcomes
-    }
-
-    fn read(&mut self, wanted: &State) -> Result<State, ReadError> {
-        let mut state = State::new();
+    ) -> Result<Vec<VirtualServerKey>, ReadError> {
         if self.links.index().map_err(|e| unread(&e))?.is_some() {
             state.insert(Key::Link, Value::Present);
         }
-        let vips = self.links.addresses().map_err(|e| unread(&e))?;
-        self.read_sets(&mut state)?;
-        self.read_servers(&mut state, &vips)?;
+        let (vips, _) = self.links.addresses().map_err(|e| unread(&e))?;
+        self.read_sets(state)?;
+        let mut servers = Vec::new();
+        for entry in self.ipvs.virtual_servers().map_err(|e| unread(&e))? {
+            let key = entry.server.key;
+            if self.ours(state, &vips, &key) {
+                servers.push(key);
+                state.insert(
+                    Key::VirtualServer(key),
+                    Value::VirtualServer(Arc::new(entry.server)),
+                );
+            }
+        }
         let ours = vips
             .iter()
             .filter(|vip| self.families.contains(&Family::of(**vip)));
@@ -269,7 +377,47 @@ impl Dataplane for Kernel {
                 state.insert(*key, value.clone());
             }
         }
-        Ok(state)
+        Ok(servers)
+    }
+}
+
+/// How often a set in use is destroyed before that is a failure.
+const BUSY_ATTEMPTS: u32 = 5;
+const BUSY_PAUSE: Duration = Duration::from_millis(50);
+
+/// The virtual servers whose real servers are read in one part: some milliseconds.
+const PART: usize = 64;
+
+impl Dataplane for Kernel {
+    fn apply(&mut self, ops: &[Op]) -> Vec<Outcome> {
+        let mut outcomes = Vec::with_capacity(ops.len());
+        for run in ops.chunk_by(|a, b| subsystem(a) == subsystem(b)) {
+            let Some(first) = run.first() else { continue };
+            match subsystem(first) {
+                Subsystem::Ipset => outcomes.extend(self.sets(run)),
+                Subsystem::Ipvs => outcomes.extend(self.servers(run)),
+                Subsystem::Address => outcomes.extend(self.addresses(run)),
+                Subsystem::Rules => outcomes.extend(run.iter().map(|op| self.rules(op))),
+                Subsystem::Link => outcomes.extend(run.iter().map(|op| self.link(op))),
+            }
+        }
+        outcomes
+    }
+
+    fn read_part(&mut self, wanted: &State, reading: &mut Reading) -> Result<bool, ReadError> {
+        let Some(todo) = &mut reading.todo else {
+            reading.todo = Some(self.read_all_but_real_servers(wanted, &mut reading.state)?);
+            return Ok(false);
+        };
+        for key in todo.split_off(todo.len().saturating_sub(PART)) {
+            for real in self.ipvs.real_servers(key).map_err(|e| unread(&e))? {
+                let value = Value::of_real_server(&real.server);
+                reading
+                    .state
+                    .insert(Key::RealServer(key, real.server.key), value);
+            }
+        }
+        Ok(todo.is_empty())
     }
 
     fn connections(
@@ -288,6 +436,15 @@ impl Dataplane for Kernel {
             Err(ipvs_netlink::Error::NoVirtualServer { .. }) => Ok(BTreeMap::new()),
             Err(error) => Err(unread(&error)),
         }
+    }
+
+    fn node_addresses(&mut self) -> Result<BTreeSet<IpAddr>, ReadError> {
+        let (_, others) = self.links.addresses().map_err(|e| unread(&e))?;
+        Ok(others)
+    }
+
+    fn forget_flows(&mut self, stale: &StaleFlows) -> Result<usize, ReadError> {
+        conntrack::forget(&mut self.conntrack, stale).map_err(|e| unread(&e))
     }
 }
 
@@ -308,6 +465,10 @@ fn subsystem(op: &Op) -> Subsystem {
         Key::Rules(_) => Subsystem::Rules,
         Key::Link => Subsystem::Link,
     }
+}
+
+fn create(set: Set) -> Change {
+    Change::Create(ipset_rs::SetSpec::new(set.name(), set.kind()))
 }
 
 fn request_of(op: &Op) -> Option<Request<'_>> {

@@ -4,6 +4,8 @@
 //! | module | what it does |
 //! |---|---|
 //! | [`kernel`] | ops → batches for ipset, IPVS, rtnetlink and iptables; dumps → [`State`] |
+//! | [`addresses`] | tells when addresses of the node change |
+//! | [`conntrack`] | forgets UDP flows of real servers that are gone |
 //! | [`links`] | the dummy link and the addresses on it |
 //! | [`sysctl`] | the sysctls without which Services do not work |
 //!
@@ -22,6 +24,8 @@
 //!
 //! [`State`]: ipvs_proxy_core::state::State
 
+pub mod addresses;
+pub mod conntrack;
 pub mod kernel;
 pub mod links;
 pub mod sysctl;

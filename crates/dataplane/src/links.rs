@@ -16,6 +16,9 @@ const ENODEV: i32 = 19; // <asm-generic/errno-base.h>
 const EEXIST: i32 = 17; // <asm-generic/errno-base.h>
 const EADDRNOTAVAIL: i32 = 99; // <asm-generic/errno.h>
 
+/// How often a list that changed while it was read is read again.
+const LISTINGS: usize = 10;
+
 /// Why a link or an address can't be had.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LinkError {
@@ -94,6 +97,21 @@ impl Links {
             .map_err(failed(&format!("create link {LINK} (module dummy)")))
     }
 
+    /// Deletes the link with its addresses. Does nothing when it is not there.
+    ///
+    /// # Errors
+    /// [`LinkError::NotDummy`], or the kernel's refusal.
+    pub fn delete(&mut self) -> Result<(), LinkError> {
+        let Some(index) = self.index()? else {
+            return Ok(());
+        };
+        let mut message = LinkMessage::default();
+        message.header.index = index;
+        let request = request(RouteNetlinkMessage::DelLink(message), 0);
+        self.one(&request)
+            .map_err(failed(&format!("delete link {LINK}")))
+    }
+
     /// The link's index, `None` when there is no such link.
     ///
     /// # Errors
@@ -128,26 +146,48 @@ impl Links {
         }
     }
 
-    /// The addresses on the link; none when there is no such link.
+    /// The addresses on the link, and those on all other links; of the latter without loopback
+    /// and IPv6 link-local ones, which no other machine can reach.
     ///
     /// # Errors
     /// [`LinkError::NotDummy`], or the kernel's refusal.
-    pub fn addresses(&mut self) -> Result<BTreeSet<IpAddr>, LinkError> {
-        let Some(index) = self.index()? else {
-            return Ok(BTreeSet::new());
-        };
+    pub fn addresses(&mut self) -> Result<(BTreeSet<IpAddr>, BTreeSet<IpAddr>), LinkError> {
+        let index = self.index()?;
+        let messages = self.list_addresses().map_err(failed("list addresses"))?;
+        let (mut ours, mut others) = (BTreeSet::new(), BTreeSet::new());
+        for message in messages {
+            let Some(address) = address_of(&message) else {
+                continue;
+            };
+            let link_local = matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
+            if Some(message.header.index) == index {
+                // The kernel gives every link that is up an IPv6 link-local address of its own.
+                ours.extend((!link_local).then_some(address));
+            } else if !address.is_loopback() && !link_local {
+                others.insert(address);
+            }
+        }
+        Ok((ours, others))
+    }
+
+    /// Lists anew where the kernel says that the list may lack something.
+    fn list_addresses(&mut self) -> Result<Vec<AddressMessage>, Error> {
         let ask = request(
             RouteNetlinkMessage::GetAddress(AddressMessage::default()),
             0,
         );
-        let answers = self.socket.dump(&ask).map_err(failed("list addresses"))?;
-        let messages = answers
-            .iter()
-            .filter_map(|answer| AddressMessage::parse(answer).ok());
-        Ok(messages
-            .filter(|m| m.header.index == index)
-            .filter_map(|m| address_of(&m))
-            .collect())
+        let mut answers = self.socket.dump(&ask);
+        for _ in 0..LISTINGS {
+            if answers != Err(Error::Interrupted) {
+                break;
+            }
+            answers = self.socket.dump(&ask);
+        }
+        let parse = |answer: &Vec<u8>| {
+            AddressMessage::parse(answer)
+                .map_err(|_| Error::Decode("an address message has another form"))
+        };
+        answers?.iter().map(parse).collect()
     }
 
     /// Adds and removes addresses, in order; one result for each. Adding one that is there and
@@ -183,14 +223,19 @@ impl Links {
             .iter()
             .zip(results)
             .map(|(change, result)| match (change, result) {
-                (AddressChange::Add(_), Err(Error::Kernel(KernelError { code: EEXIST, .. })))
-                | (
-                    AddressChange::Remove(_),
+                (
+                    AddressChange::Remove(address),
                     Err(Error::Kernel(KernelError {
                         code: EADDRNOTAVAIL,
                         ..
                     })),
-                ) => Ok(()),
+                ) => (change, self.remove_as_listed(*address, index)),
+                (_, result) => (change, result),
+            })
+            .map(|(change, result)| match (change, result) {
+                (AddressChange::Add(_), Err(Error::Kernel(KernelError { code: EEXIST, .. }))) => {
+                    Ok(())
+                }
                 (AddressChange::Add(address), Err(error)) => {
                     Err(failed(&format!("add address {address} to {LINK}"))(error))
                 }
@@ -202,13 +247,26 @@ impl Links {
             .collect()
     }
 
+    /// Removes an address whatever its prefix: the kernel finds it by the right one only, and other
+    /// hands may have given it another than ours.
+    fn remove_as_listed(&mut self, address: IpAddr, index: u32) -> Result<(), Error> {
+        for listed in self.list_addresses()? {
+            if listed.header.index == index && address_of(&listed) == Some(address) {
+                let mut message = message_of(address, index);
+                message.header.prefix_len = listed.header.prefix_len;
+                self.one(&request(RouteNetlinkMessage::DelAddress(message), 0))?;
+            }
+        }
+        Ok(())
+    }
+
     fn one(&mut self, request: &Request) -> Result<(), Error> {
         let results = self.socket.batch(std::slice::from_ref(request));
         results.into_iter().next().unwrap_or(Err(Error::Overrun))
     }
 }
 
-fn failed(what: &str) -> impl Fn(Error) -> LinkError + use<> {
+pub(crate) fn failed(what: &str) -> impl Fn(Error) -> LinkError + use<> {
     let what = what.to_owned();
     move |source| LinkError::Kernel {
         what: what.clone(),
@@ -246,7 +304,13 @@ fn message_of(address: IpAddr, index: u32) -> AddressMessage {
     message
 }
 
-fn address_of(message: &AddressMessage) -> Option<IpAddr> {
+pub(crate) fn is_named_as_ours(link: &LinkMessage) -> bool {
+    link.attributes
+        .iter()
+        .any(|attribute| matches!(attribute, LinkAttribute::IfName(name) if name == LINK))
+}
+
+pub(crate) fn address_of(message: &AddressMessage) -> Option<IpAddr> {
     // IPv4 has both; `Local` is the node's own where they differ (point to point).
     let local = message
         .attributes

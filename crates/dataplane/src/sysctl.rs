@@ -1,19 +1,53 @@
 //! The sysctls without which Services do not work.
 
 use std::fs;
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 
-/// A sysctl, the value that it needs, and why.
-const NEEDED: [(&str, &str); 4] = [
-    // Connections to real servers are tracked: without it masquerading does not see them.
-    ("net/ipv4/vs/conntrack", "1"),
-    // A connection whose real server is gone ends, so that its client is scheduled anew.
-    ("net/ipv4/vs/expire_nodest_conn", "1"),
-    // A client's persistence ends when its real server's weight is 0.
-    ("net/ipv4/vs/expire_quiescent_template", "1"),
-    // Pods are reached by forwarding.
-    ("net/ipv4/ip_forward", "1"),
-];
+/// A sysctl, the value that it needs, and whether every kernel must have it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Needed {
+    path: &'static str,
+    value: &'static str,
+    /// Kernels without it do without.
+    optional: bool,
+}
+
+const fn needed(path: &'static str, value: &'static str) -> Needed {
+    Needed {
+        path,
+        value,
+        optional: false,
+    }
+}
+
+/// What this kernel needs, by its version.
+fn all(version: (u32, u32), strict_arp: bool) -> Vec<Needed> {
+    let mut all = vec![
+        // Connections to real servers are tracked: without it masquerading does not see them.
+        needed("net/ipv4/vs/conntrack", "1"),
+        // A connection whose real server is gone ends, so that its client is scheduled anew.
+        needed("net/ipv4/vs/expire_nodest_conn", "1"),
+        // A client's persistence ends when its real server's weight is 0.
+        needed("net/ipv4/vs/expire_quiescent_template", "1"),
+        // Pods are reached by forwarding.
+        needed("net/ipv4/ip_forward", "1"),
+    ];
+    // A client that uses a port again is scheduled anew (1), so that it can't hold a draining real
+    // server. Before 5.9 that cost it a second (Linux d752c3645717), so it stays where it was (0).
+    let value = if version >= (5, 9) { "1" } else { "0" };
+    all.push(Needed {
+        path: "net/ipv4/vs/conn_reuse_mode",
+        value,
+        optional: true,
+    });
+    if strict_arp {
+        // Only the link that has an address answers for it, and no VIP is a source of ARP.
+        all.push(needed("net/ipv4/conf/all/arp_ignore", "1"));
+        all.push(needed("net/ipv4/conf/all/arp_announce", "2"));
+    }
+    all
+}
 
 /// A sysctl that is not as it must be and could not be set.
 #[derive(Debug, thiserror::Error)]
@@ -29,29 +63,97 @@ pub struct SysctlError {
     pub needed: &'static str,
     /// Why it could not be set.
     #[source]
-    pub source: std::io::Error,
+    pub source: io::Error,
 }
 
 /// Sets the sysctls that IPVS with masquerading needs in the thread's network namespace, those
-/// that differ only. Each failure is reported and stops no other.
-pub fn set() -> Vec<SysctlError> {
+/// that differ only. `strict_arp` adds those by which the node answers ARP only for the addresses
+/// of the asked link. Each failure is reported and stops no other.
+pub fn set(strict_arp: bool) -> Vec<SysctlError> {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    set_in(Path::new("/proc/sys"), &all(version(&release), strict_arp))
+}
+
+fn set_in(root: &Path, all: &[Needed]) -> Vec<SysctlError> {
     let mut failed = Vec::new();
-    for (path, needed) in NEEDED {
-        let file = PathBuf::from("/proc/sys").join(path);
-        let present = fs::read_to_string(&file)
-            .unwrap_or_default()
-            .trim()
-            .to_owned();
-        if present != needed
-            && let Err(source) = fs::write(&file, needed)
+    for Needed {
+        path,
+        value,
+        optional,
+    } in all
+    {
+        let file: PathBuf = root.join(path);
+        let present = match fs::read_to_string(&file) {
+            Ok(text) => text.trim().to_owned(),
+            Err(error) if *optional && error.kind() == io::ErrorKind::NotFound => continue,
+            Err(_) => String::new(),
+        };
+        if present != *value
+            && let Err(source) = fs::write(&file, value)
         {
+            let name = path.replace('/', ".");
             failed.push(SysctlError {
-                name: path.replace('/', "."),
+                name,
                 present,
-                needed,
+                needed: value,
                 source,
             });
         }
     }
     failed
+}
+
+/// The first two numbers of a kernel's release; of one that has none, what new kernels have.
+fn version(release: &str) -> (u32, u32) {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor),
+        _ => (u32::MAX, 0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reuse_by_version() {
+        let mode = |release: &str| {
+            let all = all(version(release), false);
+            all.iter()
+                .find(|n| n.path.ends_with("conn_reuse_mode"))
+                .unwrap()
+                .value
+        };
+        assert_eq!(mode("4.18.0-553.el8.x86_64"), "0");
+        assert_eq!(mode("5.8.18"), "0");
+        assert_eq!(mode("5.9.0"), "1");
+        assert_eq!(mode("5.10.46"), "1");
+        assert_eq!(mode("6.1.0-57-amd64"), "1");
+        assert_eq!(mode("strange"), "1");
+    }
+
+    #[test]
+    fn what_is_right_is_not_written_and_what_cannot_be_is_named() {
+        let root = std::env::temp_dir().join(format!("sysctl-{}", std::process::id()));
+        fs::create_dir_all(root.join("a")).unwrap();
+        fs::write(root.join("a/right"), "1\n").unwrap();
+        fs::write(root.join("a/wrong"), "0\n").unwrap();
+        let absent = Needed {
+            path: "a/folder/absent",
+            value: "1",
+            optional: true,
+        };
+        let all = [needed("a/right", "1"), needed("a/wrong", "1"), absent];
+        assert!(set_in(&root, &all).is_empty());
+        assert_eq!(fs::read_to_string(root.join("a/right")).unwrap(), "1\n");
+        assert_eq!(fs::read_to_string(root.join("a/wrong")).unwrap(), "1");
+        let failed = set_in(&root, &[needed("a/folder/absent", "1")]);
+        let said = failed.first().unwrap().to_string();
+        assert!(
+            said.contains("a.folder.absent") && said.contains("sysctl -w"),
+            "{said}"
+        );
+        fs::remove_dir_all(root).unwrap();
+    }
 }

@@ -304,6 +304,32 @@ impl Tools {
         Ok(rules.present(&saved?))
     }
 
+    /// The first rule that looks into a set or changes it, in any table of either family and back
+    /// end, other than those of a ruleset in this one: `iptables-legacy -t nat -A PREROUTING …`.
+    #[must_use]
+    pub fn rule_of_set(&self, set: &str, but_for: &Ruleset) -> Option<String> {
+        let nothing = Ruleset {
+            family: but_for.family,
+            tables: Vec::new(),
+        };
+        let other = Tools::of(match self.backend {
+            Backend::Nft => Backend::Legacy,
+            Backend::Legacy => Backend::Nft,
+        })
+        .ok();
+        let places = [Some((self, but_for)), other.as_ref().map(|o| (o, &nothing))];
+        places.into_iter().flatten().find_map(|(tools, but_for)| {
+            Family::ALL.into_iter().find_map(|family| {
+                let output = tools.run(family, "save", &[], None).ok()?;
+                let saved = String::from_utf8_lossy(&output.stdout);
+                let (table, rule) = but_for.other_rule_of_set(&saved, set)?;
+                let program = tools.program(family, "");
+                let program = program.trim_end_matches('-');
+                Some(format!("{program} -t {table} {rule}"))
+            })
+        })
+    }
+
     /// Gives `text` to `iptables-restore --noflush`. Each table in it changes as a whole or not at
     /// all; a table that fails does not undo those before it. Empty text runs nothing.
     ///

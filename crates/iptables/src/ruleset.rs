@@ -5,6 +5,9 @@ use std::fmt::{self, Write as _};
 
 use ipvs_proxy_netlink::Family;
 
+/// The options of the match and the target that name a set.
+const SET_OPTIONS: [&str; 4] = ["--match-set", "--map-set", "--add-set", "--del-set"];
+
 /// A table of iptables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Table {
@@ -191,6 +194,31 @@ impl Ruleset {
             }
         }
         present
+    }
+
+    /// The first rule in what `iptables-save` prints that names a set and is not in a chain of ours
+    /// nor goes to one, with the table's name.
+    pub(crate) fn other_rule_of_set(&self, saved: &str, set: &str) -> Option<(String, String)> {
+        let mut table = "";
+        for line in saved.lines() {
+            if let Some(name) = line.strip_prefix('*') {
+                table = name.trim();
+            }
+            let Some((chain, rule)) = appended(line) else {
+                continue;
+            };
+            let of_ours = self.tables.iter().any(|ours| {
+                ours.table.name() == table
+                    && (ours.owns(chain) || target(rule).is_some_and(|target| ours.owns(target)))
+            });
+            let names = words(rule)
+                .windows(2)
+                .any(|pair| matches!(pair, [option, name] if SET_OPTIONS.contains(option) && *name == set));
+            if names && !of_ours {
+                return Some((table.to_owned(), format!("-A {chain} {rule}")));
+            }
+        }
+        None
     }
 
     /// Where the host differs; empty when there is nothing to write.
@@ -652,5 +680,38 @@ COMMIT
             COMMIT
         "#]]
         .assert_eq(&rules().save_text());
+    }
+
+    #[test]
+    fn rules_of_others_that_name_a_set_are_found() {
+        let found = |saved: &str| {
+            let found = rules().other_rule_of_set(saved, "MY-SET");
+            found.map(|(table, rule)| format!("{table} {rule}"))
+        };
+        for not in [
+            "*nat\n-A KUBE-SERVICES -m set --match-set MY-SET dst -j ACCEPT\n",
+            "*filter\n-A INPUT -m set --match-set MY-SET dst -j KUBE-A\n",
+            "*nat\n-A INPUT -m set --match-set MY-SET-2 dst -j ACCEPT\n",
+            "*nat\n-A INPUT -m comment --comment \"--match-set MY-SET\" -j ACCEPT\n",
+            "*nat\n:MY-SET - [0:0]\n-A INPUT -j MY-SET\n",
+        ] {
+            assert_eq!(found(not), None, "{not}");
+        }
+        for (saved, expected) in [
+            (
+                "*nat\n-A A -j B\n*mangle\n[1:2] -A X -m set ! --match-set MY-SET src -j ACCEPT\n",
+                "mangle -A X -m set ! --match-set MY-SET src -j ACCEPT",
+            ),
+            (
+                "*raw\n-A X -j SET --add-set MY-SET src --exist\n",
+                "raw -A X -j SET --add-set MY-SET src --exist",
+            ),
+            (
+                "*mangle\n-A KUBE-SERVICES -j SET --map-set MY-SET dst --map-mark\n",
+                "mangle -A KUBE-SERVICES -j SET --map-set MY-SET dst --map-mark",
+            ),
+        ] {
+            assert_eq!(found(saved).as_deref(), Some(expected));
+        }
     }
 }

@@ -8,7 +8,8 @@ use ipvs_proxy_netlink::{
 
 use crate::codec;
 use crate::types::{
-    Info, RealServer, RealServerEntry, RealServerKey, Scheduler, Timeouts, VirtualServer, VirtualServerEntry, VirtualServerKey,
+    Info, RealServer, RealServerEntry, RealServerKey, Scheduler, Timeouts, VirtualServer,
+    VirtualServerEntry, VirtualServerKey,
 };
 
 const EPERM: i32 = 1; // <asm-generic/errno-base.h>
@@ -325,9 +326,11 @@ impl Client {
         let ask = sendable(codec::probe_scheduler(self.family, &scheduler), &what)?;
         match self.socket.query(&ask) {
             Err(NetlinkError::Kernel(KernelError { code: ENOENT, .. })) => Ok(false),
-            Err(NetlinkError::Kernel(KernelError { code: EINVAL | EAFNOSUPPORT, .. })) | Ok(_) => {
-                Ok(true)
-            }
+            Err(NetlinkError::Kernel(KernelError {
+                code: EINVAL | EAFNOSUPPORT,
+                ..
+            }))
+            | Ok(_) => Ok(true),
             Err(error) => Err(Error::of(error, &what)),
         }
     }

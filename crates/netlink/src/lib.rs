@@ -37,10 +37,12 @@
 
 mod attributes;
 mod error;
+mod monitor;
 mod socket;
 mod types;
 
 pub use attributes::{Attribute, AttributeIter, Attributes, attributes};
 pub use error::{Error, KernelError, errno_name};
+pub use monitor::{Monitor, Notice};
 pub use socket::{MAX_BATCH, Request, Socket, Subsystem};
 pub use types::{Family, Protocol};

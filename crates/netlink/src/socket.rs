@@ -49,7 +49,7 @@ pub enum Subsystem {
 }
 
 impl Subsystem {
-    fn number(self) -> isize {
+    pub(crate) fn number(self) -> isize {
         match self {
             Subsystem::Route => 0,      // NETLINK_ROUTE <linux/netlink.h>
             Subsystem::Netfilter => 12, // NETLINK_NETFILTER <linux/netlink.h>

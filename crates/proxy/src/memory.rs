@@ -1,14 +1,18 @@
 //! A kernel in memory: answers as the kernel does, for tests of the pure core. It proves nothing
 //! about a real kernel.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 
 use ipset_rs::Entry;
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_netlink::Family;
 
-use crate::op::{Dataplane, Failure, FailureKind, Op, Outcome, ReadError};
-use crate::state::{Key, Role, Set, State};
+use self::faults::{Fault, Faults};
+use crate::op::{Dataplane, Failure, FailureKind, Op, Outcome, ReadError, Reading, StaleFlows};
+use crate::state::{Key, Role, Set, State, Value};
+
+pub mod faults;
 
 /// A kernel in memory.
 #[derive(Debug, Clone, Default)]
@@ -19,8 +23,16 @@ pub struct MemoryKernel {
     pub connections: BTreeMap<(VirtualServerKey, RealServerKey), u64>,
     /// Every op that it was given, in order.
     pub log: Vec<Op>,
+    /// The addresses of its links.
+    pub addresses: BTreeSet<IpAddr>,
+    /// The UDP flows that it was told to forget.
+    pub forgotten: StaleFlows,
     /// Keys whose ops it refuses.
     pub refuse: BTreeMap<Key, FailureKind>,
+    /// What else goes wrong.
+    pub faults: Faults,
+    /// How many times it was read.
+    pub readings: usize,
 }
 
 impl MemoryKernel {
@@ -91,21 +103,38 @@ impl MemoryKernel {
         if let Some(kind) = self.refuse.get(&key) {
             return failed(*kind, "refused on demand");
         }
+        match self.faults.of(&key) {
+            Some(Fault::Refused(kind)) => failed(kind, "refused on demand"),
+            Some(Fault::LostRequest) => failed(FailureKind::Unknown, "no answer"),
+            Some(Fault::LostAnswer) => {
+                self.change(op);
+                failed(FailureKind::Unknown, "no answer")
+            }
+            None => self.change(op),
+        }
+    }
+
+    fn change(&mut self, op: &Op) -> Outcome {
+        let failed = |text: &str| {
+            Outcome::Failed(Failure {
+                kind: FailureKind::Drift,
+                text: text.to_owned(),
+            })
+        };
+        let key = op.key();
         if Self::parent(&key)
             .iter()
             .any(|parent| !self.state.contains_key(parent))
         {
             return match op {
                 Op::Remove(_) => Outcome::Done,
-                _ => failed(FailureKind::Drift, "ESRCH"),
+                _ => failed("ESRCH"),
             };
         }
         let there = self.state.contains_key(&key);
         match op {
-            Op::Add(Key::VirtualServer(_) | Key::RealServer(..), _) if there => {
-                failed(FailureKind::Drift, "EEXIST")
-            }
-            Op::Update(..) if !there => failed(FailureKind::Drift, "ESRCH"),
+            Op::Add(Key::VirtualServer(_) | Key::RealServer(..), _) if there => failed("EEXIST"),
+            Op::Update(..) if !there => failed("ESRCH"),
             Op::Add(_, value) | Op::Update(_, value) => {
                 self.state.insert(key, value.clone());
                 Outcome::Done
@@ -130,10 +159,14 @@ impl Dataplane for MemoryKernel {
         ops.iter().map(|op| self.carry_out(op)).collect()
     }
 
-    fn read(&mut self, wanted: &State) -> Result<State, ReadError> {
-        let mut state = self.state.clone();
-        state.retain(|key, value| !matches!(key, Key::Rules(_)) || wanted.get(key) == Some(value));
-        Ok(state)
+    fn read_part(&mut self, wanted: &State, reading: &mut Reading) -> Result<bool, ReadError> {
+        self.readings += 1;
+        reading.state = self.faults.read(self.state.clone())?;
+        let same = |key: &Key, value: &Value| wanted.get(key) == Some(value);
+        reading
+            .state
+            .retain(|key, value| !matches!(key, Key::Rules(_)) || same(key, value));
+        Ok(true)
     }
 
     fn connections(
@@ -147,5 +180,14 @@ impl Dataplane for MemoryKernel {
         Ok(servers
             .map(|rs| (rs, self.connections.get(&(of, rs)).copied().unwrap_or(0)))
             .collect())
+    }
+
+    fn node_addresses(&mut self) -> Result<BTreeSet<IpAddr>, ReadError> {
+        Ok(self.addresses.clone())
+    }
+
+    fn forget_flows(&mut self, stale: &StaleFlows) -> Result<usize, ReadError> {
+        self.forgotten.extend(stale.iter().copied());
+        Ok(stale.len())
     }
 }

@@ -6,7 +6,9 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
+use ipnet::IpNet;
 use ipvs_proxy_netlink::{Family, Protocol};
 
 /// Namespace and name of an object. Cheap to clone.
@@ -48,13 +50,21 @@ pub struct Service {
     /// one: the oldest Service wins a VIP and port that two of them claim.
     pub created: Option<i64>,
     /// `metadata.uid`, empty where the object has none: the tie-break after `created`.
-    pub uid: Box<str>,
+    pub uid: Arc<str>,
     /// One ClusterIP for each family that the Service has.
     pub cluster_ips: Vec<IpAddr>,
+    /// Addresses outside of the cluster that lead to it (`spec.externalIPs`).
+    pub external_ips: Vec<IpAddr>,
+    /// Addresses of load balancers that hand packets on unchanged (`status.loadBalancer.ingress`
+    /// with an `ip`, and with `ipMode` VIP or none, KEP-1860).
+    pub load_balancer_ips: Vec<IpAddr>,
     /// Its ports.
     pub ports: Vec<ServicePort>,
     /// `sessionAffinity: ClientIP`: how long a client stays with its endpoint, in seconds.
     pub affinity_timeout_s: Option<u32>,
+    /// How long its real servers may drain (annotation `ipvs-proxy.io/drain-timeout`); zero for
+    /// no limit, `None` for what the process was told.
+    pub drain_timeout: Option<Duration>,
 }
 
 /// A port of a Service.
@@ -109,11 +119,61 @@ pub struct Endpoint {
     pub local: bool,
 }
 
-/// This node, as its Node object says.
+/// This node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Node {
-    /// The addresses on which node ports are served.
+    /// All addresses of its links other than the dummy link: a VIP among them is not bound, and
+    /// node ports are served on those that [`NodePortAddresses`] selects.
     pub addresses: BTreeSet<IpAddr>,
+    /// The address of each family by which the cluster knows it.
+    pub primary: Vec<IpAddr>,
+}
+
+impl Node {
+    /// The first address of each family.
+    #[must_use]
+    pub fn primary_of(addresses: &[IpAddr]) -> Vec<IpAddr> {
+        let first = |family| {
+            addresses
+                .iter()
+                .find(|a| Family::of(**a) == family)
+                .copied()
+        };
+        Family::ALL.into_iter().filter_map(first).collect()
+    }
+}
+
+/// On which addresses of the node node ports are served (`--nodeport-addresses`). Never on
+/// loopback and IPv6 link-local addresses.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct NodePortAddresses {
+    /// Networks that select their addresses. A family without any network has all its addresses,
+    /// as with kube-proxy, unless `primary` or `localhost` was given.
+    pub networks: Vec<IpNet>,
+    /// The node's primary addresses (`primary`).
+    pub primary: bool,
+    /// No address by itself (`localhost`, where IPVS serves nothing).
+    pub localhost: bool,
+}
+
+impl NodePortAddresses {
+    /// Whether node ports are served on an address of the node.
+    #[must_use]
+    pub fn select(&self, address: IpAddr, node: &Node) -> bool {
+        let link_local = matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
+        if address.is_loopback() || link_local {
+            return false;
+        }
+        let family = Family::of(address);
+        let mut networks = self
+            .networks
+            .iter()
+            .filter(|net| Family::of(net.addr()) == family)
+            .peekable();
+        let all = networks.peek().is_none() && !self.primary && !self.localhost;
+        all || networks.any(|net| net.contains(&address))
+            || self.primary && node.primary.contains(&address)
+    }
 }
 
 /// One news of the cluster: the last word on one object, or on this node.
@@ -123,6 +183,9 @@ pub enum Change {
     Service(ObjectName, Option<Service>),
     /// The slice as it is now; `None` when it is gone or not ours to use.
     Slice(ObjectName, Option<Slice>),
-    /// This node as it is now.
+    /// This node as its Node object, or a flag, says it is now.
     Node(Node),
+    /// The addresses that this node's links have now. From the first time on they count instead
+    /// of those of [`Change::Node`].
+    NodeAddresses(BTreeSet<IpAddr>),
 }

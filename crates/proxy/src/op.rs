@@ -1,7 +1,8 @@
 //! One change of the kernel, and what became of it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::net::IpAddr;
 
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 
@@ -100,12 +101,23 @@ pub trait Dataplane {
     /// of one stops no other.
     fn apply(&mut self, ops: &[Op]) -> Vec<Outcome>;
 
-    /// Reads all that is ours. `wanted` holds the rules to compare the kernel's with: a
+    /// Reads a part of what is ours, so that something else can be done between two parts; true
+    /// when the reading is complete. `wanted` holds the rules to compare the kernel's with: a
     /// [`Key::Rules`] is in the answer only if the kernel's rules equal it.
     ///
     /// # Errors
-    /// If any part could not be read whole.
-    fn read(&mut self, wanted: &State) -> Result<State, ReadError>;
+    /// If the part could not be read whole; the reading is of no use then.
+    fn read_part(&mut self, wanted: &State, reading: &mut Reading) -> Result<bool, ReadError>;
+
+    /// Reads all that is ours at once.
+    ///
+    /// # Errors
+    /// As [`Dataplane::read_part`].
+    fn read(&mut self, wanted: &State) -> Result<State, ReadError> {
+        let mut reading = Reading::default();
+        while !self.read_part(wanted, &mut reading)? {}
+        Ok(reading.state)
+    }
 
     /// Connections, established or not, of each real server of a virtual server; empty when the
     /// virtual server is not there.
@@ -116,4 +128,30 @@ pub trait Dataplane {
         &mut self,
         of: VirtualServerKey,
     ) -> Result<BTreeMap<RealServerKey, u64>, ReadError>;
+
+    /// The addresses of the node's links, without loopback ones and those of the dummy link.
+    ///
+    /// # Errors
+    /// If they could not be listed whole.
+    fn node_addresses(&mut self) -> Result<BTreeSet<IpAddr>, ReadError>;
+
+    /// Makes the kernel forget UDP flows: those of a virtual server to a real server, or all of
+    /// a virtual server. How many there were.
+    ///
+    /// # Errors
+    /// If they could not be listed whole, or one could not be forgotten.
+    fn forget_flows(&mut self, stale: &StaleFlows) -> Result<usize, ReadError>;
 }
+
+/// A reading of the kernel on its way.
+#[derive(Debug, Default)]
+pub struct Reading {
+    /// What was read so far.
+    pub state: State,
+    /// The virtual servers whose real servers have yet to be read; `None` before the first part.
+    pub todo: Option<Vec<VirtualServerKey>>,
+}
+
+/// UDP flows to forget: a virtual server, and the real server that they went to; `None` for all
+/// of the virtual server.
+pub type StaleFlows = BTreeSet<(VirtualServerKey, Option<RealServerKey>)>;

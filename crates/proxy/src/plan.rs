@@ -1,6 +1,8 @@
 //! What one Service needs in the kernel of one node: the one place that says so.
 
 use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use ipnet::IpNet;
 use ipset_rs::Entry;
@@ -10,7 +12,7 @@ use ipvs_netlink::{
 use ipvs_proxy_netlink::{Family, Protocol};
 
 use crate::endpoints;
-use crate::model::{Node, Service, ServicePort, Slice};
+use crate::model::{Node, NodePortAddresses, Service, ServicePort, Slice};
 use crate::rules;
 use crate::state::{Key, Role, Set, State, Value};
 
@@ -25,6 +27,13 @@ pub struct Config {
     pub cluster_cidrs: Vec<IpNet>,
     /// Masquerade all that goes to a ClusterIP.
     pub masquerade_all: bool,
+    /// The bit of the packet mark that asks for masquerading, 0 to 31.
+    pub masquerade_bit: u8,
+    /// Where node ports are served.
+    pub node_port_addresses: NodePortAddresses,
+    /// How long a real server may drain, for Services that say nothing else; `None` and zero
+    /// stand for no limit.
+    pub drain_timeout: Option<Duration>,
     /// Masquerading picks ports at random (iptables 1.6.2 and later can say so).
     pub random_fully: bool,
 }
@@ -37,6 +46,9 @@ impl Default for Config {
             scheduler: Scheduler::RoundRobin,
             cluster_cidrs: Vec::new(),
             masquerade_all: false,
+            masquerade_bit: 14,
+            node_port_addresses: NodePortAddresses::default(),
+            drain_timeout: None,
             random_fully: true,
         }
     }
@@ -66,6 +78,7 @@ pub fn plan<'a>(
     let mut plan = Plan {
         config,
         service,
+        node,
         items: Vec::new(),
     };
     for cluster_ip in &service.cluster_ips {
@@ -80,13 +93,16 @@ pub fn plan<'a>(
                 plan.entry(family, Role::LoopBack, entry);
             }
             let servers = endpoints::serving(&all);
-            plan.entry(
-                family,
-                Role::ClusterIp,
-                Entry::IpPort(*cluster_ip, port.protocol, port.port),
-            );
-            plan.vip(*cluster_ip, port, &servers);
-            plan.node_port(family, port, node, &servers);
+            plan.vip(Role::ClusterIp, *cluster_ip, port, &servers);
+            for (role, vips) in [
+                (Role::ExternalIp, &service.external_ips),
+                (Role::LoadBalancer, &service.load_balancer_ips),
+            ] {
+                for vip in vips.iter().filter(|vip| Family::of(**vip) == family) {
+                    plan.vip(role, *vip, port, &servers);
+                }
+            }
+            plan.node_port(family, port, &servers);
         }
     }
     plan.items.sort_by_key(|(key, _)| *key);
@@ -97,6 +113,7 @@ pub fn plan<'a>(
 struct Plan<'a> {
     config: &'a Config,
     service: &'a Service,
+    node: &'a Node,
     items: Vec<(Key, Value)>,
 }
 
@@ -106,30 +123,35 @@ impl Plan<'_> {
             .push((Key::Entry(Set { family, role }, entry), Value::Present));
     }
 
-    /// A VIP that is bound to the link.
-    fn vip(&mut self, address: IpAddr, port: &ServicePort, servers: &[RealServerKey]) {
+    /// A VIP of this role. One that is an address of the node already, or of its loopback, is not
+    /// bound to the link: the node keeps it when the Service goes, and keeps its other ports.
+    fn vip(&mut self, role: Role, address: IpAddr, port: &ServicePort, servers: &[RealServerKey]) {
         let family = Family::of(address);
+        let entry = Entry::IpPort(address, port.protocol, port.port);
+        self.entry(family, role, entry);
         self.virtual_server(address, port.port, port.protocol, servers);
+        let elsewhere = self.node.addresses.contains(&address) || address.is_loopback();
+        if elsewhere {
+            self.entry(family, Role::Owned, entry);
+            return;
+        }
         self.entry(family, Role::IpvsIps, Entry::Ip(address));
         self.items.push((Key::Address(address), Value::Present));
         // Without a real server IPVS refuses by an ICMP error, which TCP on this very machine takes
         // note of only a second later; the filter refuses at once.
         if !servers.is_empty() {
-            let entry = Entry::IpPort(address, port.protocol, port.port);
             self.entry(family, Role::Serving, entry);
         }
     }
 
-    /// The port on each address of the node.
-    fn node_port(
-        &mut self,
-        family: Family,
-        port: &ServicePort,
-        node: &Node,
-        servers: &[RealServerKey],
-    ) {
+    /// The port on each address of the node that serves node ports.
+    fn node_port(&mut self, family: Family, port: &ServicePort, servers: &[RealServerKey]) {
         let Some(number) = port.node_port else { return };
-        for address in node.addresses.iter().filter(|a| Family::of(**a) == family) {
+        let selected = &self.config.node_port_addresses;
+        let addresses = self.node.addresses.iter().filter(|address| {
+            Family::of(**address) == family && selected.select(**address, self.node)
+        });
+        for address in addresses {
             let entry = Entry::IpPort(*address, port.protocol, number);
             match port.protocol {
                 Protocol::Tcp => self.entry(family, Role::NodePortTcp, Entry::Port(number)),
@@ -169,7 +191,7 @@ impl Plan<'_> {
         };
         self.items.push((
             Key::VirtualServer(key),
-            Value::VirtualServer(Box::new(server)),
+            Value::VirtualServer(Arc::new(server)),
         ));
         self.items.extend(
             servers

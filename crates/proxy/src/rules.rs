@@ -15,19 +15,17 @@ use ipvs_proxy_netlink::Family;
 use crate::plan::Config;
 use crate::state::{Role, Set};
 
-/// The packet mark that asks for masquerading: bit 14, kube-proxy's default.
-const MARK: &str = "0x4000";
-
 /// The rules of a family.
 #[must_use]
 pub fn rules(config: &Config, family: Family) -> Ruleset {
     Ruleset {
         family,
-        tables: vec![nat(config, family), filter(family)],
+        tables: vec![nat(config, family), filter(config, family)],
     }
 }
 
 fn nat(config: &Config, family: Family) -> TableRules {
+    let mark = mark(config);
     let (loop_back, cluster_ip) = (
         matching(family, Role::LoopBack),
         matching(family, Role::ClusterIp),
@@ -55,9 +53,24 @@ fn nat(config: &Config, family: Family) -> TableRules {
         // Only the node itself, which takes the VIP as its source when it goes to a VIP.
         None => format!("{comment} {cluster_ip} src,dst -j KUBE-MARK-MASQ"),
     });
+    // Who comes in by these addresses is masqueraded wherever it comes from.
+    for (role, comment) in [
+        (Role::LoadBalancer, "Kubernetes service lb portal"),
+        (
+            Role::ExternalIp,
+            "Kubernetes service external ip + port for masquerade and filter purpose",
+        ),
+    ] {
+        let set = matching(family, role);
+        services.push(format!(
+            "-m comment --comment \"{comment}\" {set} dst,dst -j KUBE-MARK-MASQ"
+        ));
+    }
     services.push("-j KUBE-NODE-PORT".to_owned());
     // A VIP is a local address: keep the port maps of container networks away from it.
-    services.push(format!("{cluster_ip} dst,dst -j ACCEPT"));
+    for role in [Role::ClusterIp, Role::LoadBalancer, Role::ExternalIp] {
+        services.push(format!("{} dst,dst -j ACCEPT", matching(family, role)));
+    }
 
     let node_port = |protocol: &str, role, flags: &str, name: &str| {
         format!(
@@ -85,7 +98,7 @@ fn nat(config: &Config, family: Family) -> TableRules {
             ),
             chain(
                 "KUBE-MARK-MASQ",
-                vec![format!("-j MARK --set-xmark {MARK}/{MARK}")],
+                vec![format!("-j MARK --set-xmark {mark}/{mark}")],
             ),
             chain(
                 "KUBE-POSTROUTING",
@@ -94,8 +107,8 @@ fn nat(config: &Config, family: Family) -> TableRules {
                         "-m comment --comment \"Kubernetes endpoints dst ip:port, source ip for \
                          solving hairpin purpose\" {loop_back} dst,dst,src -j MASQUERADE"
                     ),
-                    format!("-m mark ! --mark {MARK}/{MARK} -j RETURN"),
-                    format!("-j MARK --set-xmark {MARK}/0x0"),
+                    format!("-m mark ! --mark {mark}/{mark} -j RETURN"),
+                    format!("-j MARK --set-xmark {mark}/0x0"),
                     format!(
                         "-m comment --comment \"kubernetes service traffic requiring SNAT\" \
                          -j MASQUERADE{random}"
@@ -115,7 +128,8 @@ fn nat(config: &Config, family: Family) -> TableRules {
     }
 }
 
-fn filter(family: Family) -> TableRules {
+fn filter(config: &Config, family: Family) -> TableRules {
+    let mark = mark(config);
     let reject = match family {
         Family::V4 => "icmp-port-unreachable",
         Family::V6 => "icmp6-port-unreachable",
@@ -145,7 +159,7 @@ fn filter(family: Family) -> TableRules {
                         .to_owned(),
                     format!(
                         "-m comment --comment \"kubernetes forwarding rules\" -m mark --mark \
-                         {MARK}/{MARK} -j ACCEPT"
+                         {mark}/{mark} -j ACCEPT"
                     ),
                 ],
             ),
@@ -161,6 +175,14 @@ fn filter(family: Family) -> TableRules {
             jump("FORWARD", "kubernetes forwarding rules", "KUBE-FORWARD"),
         ],
     }
+}
+
+/// The mark that asks for masquerading, in iptables' own form.
+fn mark(config: &Config) -> String {
+    format!(
+        "{:#x}",
+        1_u32.checked_shl(config.masquerade_bit.into()).unwrap_or(0)
+    )
 }
 
 fn matching(family: Family, role: Role) -> String {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use ipset_rs::{Entry, SetName, SetType};
 use ipvs_netlink::{Forwarding, RealServer, RealServerKey, VirtualServer, VirtualServerKey};
@@ -56,6 +57,17 @@ pub enum Role {
     /// is what the filter lets pass: filled last, emptied first, so that no VIP and port ever reaches a
     /// socket of the host.
     Serving,
+}
+
+impl Role {
+    /// The sets whose entries own a virtual server on their address and port: filled before it is
+    /// made, emptied after it is gone.
+    pub const OWNING: [Role; 4] = [
+        Role::ClusterIp,
+        Role::ExternalIp,
+        Role::LoadBalancer,
+        Role::Owned,
+    ];
 }
 
 const ROLES: [(Role, &str); 19] = [
@@ -175,10 +187,12 @@ impl fmt::Display for Key {
 pub enum Value {
     /// It is there: sets, entries, the link, addresses.
     Present,
+    /// A set of our name that other hands made with another type. Its entries don't count.
+    OddSet,
     /// The rules of a family.
     Rules(Box<Ruleset>),
     /// The virtual server.
-    VirtualServer(Box<VirtualServer>),
+    VirtualServer(Arc<VirtualServer>),
     /// A real server as this proxy makes them, masqueraded and without thresholds: its weight.
     RealServer(u32),
     /// A real server that was made otherwise by other hands.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use ipvs_netlink::Scheduler;
 use ipvs_proxy_core::memory::MemoryKernel;
+use ipvs_proxy_core::memory::faults::{BadReading, Fault};
 use ipvs_proxy_core::model::{
     Change, Endpoint, Node, ObjectName, Service, ServicePort, Slice, SlicePort,
 };
@@ -31,6 +32,10 @@ enum Step {
     Round,
     /// From now on refuse ops on the nth key of the wanted state.
     Refuse(usize, FailureKind),
+    /// The nth op from now is carried out or not, and its answer is lost.
+    Lose(usize, Fault),
+    /// The next reading is interrupted, or lacks something.
+    Misread(BadReading),
     /// Refuse nothing any more.
     Forgive,
     /// A new process reads the kernel.
@@ -66,9 +71,12 @@ fn service(index: usize) -> impl Strategy<Value = Service> {
         (index..index + 2, prop::bool::ANY),
         prop::option::of(Just(10800)),
         prop::option::of(0..3_i64),
+        // Outside addresses clash, too, and may be the node's own.
+        prop::collection::vec(0..3_u8, 0..3),
+        prop::collection::vec(1..4_u8, 0..2),
     )
         .prop_map(
-            move |(ports, (address, dual), affinity_timeout_s, created)| {
+            move |(ports, (address, dual), affinity_timeout_s, created, external, lb)| {
                 let mut cluster_ips = vec![ip(&format!("10.96.0.{address}"))];
                 if dual {
                     cluster_ips.push(ip(&format!("fd96::{address}")));
@@ -86,8 +94,14 @@ fn service(index: usize) -> impl Strategy<Value = Service> {
                     created,
                     uid: "".into(),
                     cluster_ips,
+                    external_ips: external
+                        .iter()
+                        .map(|n| ip(&format!("203.0.113.{n}")))
+                        .collect(),
+                    load_balancer_ips: lb.iter().map(|n| ip(&format!("192.168.0.{n}"))).collect(),
                     ports: ports.collect(),
                     affinity_timeout_s,
+                    drain_timeout: None,
                 }
             },
         )
@@ -149,7 +163,10 @@ fn change() -> impl Strategy<Value = Change> {
             .into_iter()
             .map(|last| ip(&format!("192.168.0.{last}")))
             .collect();
-        Change::Node(Node { addresses })
+        Change::Node(Node {
+            addresses,
+            primary: Vec::new(),
+        })
     });
     prop_oneof![
         6 => (0..4_usize).prop_flat_map(|i| prop::option::weighted(0.8, service(i))
@@ -171,6 +188,10 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         6 => Just(Step::Settle),
         3 => Just(Step::Round),
         1 => (0..400_usize, kind).prop_map(|(n, kind)| Step::Refuse(n, kind)),
+        1 => (0..30_usize, prop_oneof![Just(Fault::LostAnswer), Just(Fault::LostRequest)])
+            .prop_map(|(n, fault)| Step::Lose(n, fault)),
+        1 => prop_oneof![Just(BadReading::Interrupted), any::<u64>().prop_map(BadReading::Torn)]
+            .prop_map(Step::Misread),
         1 => Just(Step::Forgive),
         1 => Just(Step::Restart),
         1 => (0..2_u64).prop_map(Step::Connections),
@@ -184,6 +205,10 @@ struct World {
     planner: Planner,
     kernel: MemoryKernel,
     now: Instant,
+    /// The kernel was read since the process began.
+    adopted: bool,
+    /// A reading lacked something that was there.
+    misread: bool,
     history: Vec<Change>,
 }
 
@@ -194,15 +219,19 @@ impl World {
             config,
             kernel: MemoryKernel::new(),
             now: Instant::now(),
+            adopted: true,
+            misread: false,
             history: Vec::new(),
         }
     }
 
     /// Everything a controller does once: one round, drains, and reading when in doubt.
     fn round(&mut self) -> bool {
-        if self.planner.in_doubt() {
-            let read = self.kernel.read(self.planner.base()).unwrap();
-            self.planner.resync(read, true, self.now);
+        if !self.adopted || self.planner.in_doubt() {
+            self.read();
+        }
+        if !self.adopted {
+            return true;
         }
         for server in self.planner.drains_due(self.now) {
             let connections = self.kernel.connections(server).unwrap();
@@ -218,7 +247,9 @@ impl World {
                 let refused = self.kernel.refuse.contains_key(&op.key());
                 let orphan = matches!(op.key(), Key::RealServer(vs, _)
                     if !self.kernel.state.contains_key(&Key::VirtualServer(vs)));
-                assert!(refused || orphan, "{op:?} failed: {failure}");
+                // What was not seen for what it is, is found out this way.
+                let lost = failure.text == "no answer" || self.misread;
+                assert!(refused || orphan || lost, "{op:?} failed: {failure}");
             }
             results.push((op.clone(), outcome));
         }
@@ -240,8 +271,25 @@ impl World {
         for change in &self.history {
             self.planner.apply(change.clone());
         }
+        self.adopted = false;
+        self.read();
+    }
+
+    /// As the controller reads: an interrupted reading is none.
+    fn read(&mut self) {
+        if let Ok(read) = self.planner.read_agreed(&mut self.kernel) {
+            self.planner.resync(read, true, self.now);
+            self.adopted = true;
+        }
+    }
+
+    /// What the controller does from time to time.
+    fn audit(&mut self) {
+        self.planner.begin_reading();
         let read = self.kernel.read(self.planner.base()).unwrap();
-        self.planner.resync(read, true, self.now);
+        let drift = self.planner.differing(&read);
+        assert!(self.misread || drift.is_empty(), "{drift:?}");
+        self.planner.adopt(&drift, &read, self.now);
     }
 
     /// The plan from scratch.
@@ -267,6 +315,12 @@ impl World {
                 if let Some(key) = self.wanted().keys().nth(n) {
                     self.kernel.refuse.insert(*key, kind);
                 }
+            }
+            Step::Lose(nth, fault) => self.kernel.faults.strike(nth, fault),
+            // One at a time: what two readings lack is not there, as far as anybody can tell.
+            Step::Misread(bad) => {
+                self.misread |= matches!(bad, BadReading::Torn(_));
+                self.kernel.faults.readings = [bad].into();
             }
             Step::Forgive => self.kernel.refuse.clear(),
             Step::Restart => self.restart(),
@@ -295,16 +349,23 @@ impl World {
                         });
                     }
                     self.kernel.state.remove(&key);
-                    let read = self.kernel.read(self.planner.base()).unwrap();
-                    self.planner.resync(read, true, self.now);
+                    self.adopted = false;
+                    self.read();
                 }
             }
         }
     }
 
-    /// Lets every pause and drain come to its end.
+    /// Lets every pause and drain come to its end, and an audit find what a bad reading hid.
     fn finish(&mut self) {
+        self.rest();
+        self.audit();
+        self.rest();
+    }
+
+    fn rest(&mut self) {
         self.kernel.refuse.clear();
+        self.kernel.faults.clear();
         self.kernel.connections.clear();
         for _ in 0..20 {
             self.settle();
@@ -431,6 +492,8 @@ fn one_port(index: usize) -> Service {
         created: None,
         uid: "".into(),
         cluster_ips: vec![ip(&format!("10.96.0.{index}"))],
+        external_ips: Vec::new(),
+        load_balancer_ips: Vec::new(),
         ports: vec![ServicePort {
             name: "".into(),
             protocol: Protocol::Tcp,
@@ -438,6 +501,7 @@ fn one_port(index: usize) -> Service {
             node_port: None,
         }],
         affinity_timeout_s: None,
+        drain_timeout: None,
     }
 }
 

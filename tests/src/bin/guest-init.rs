@@ -5,10 +5,10 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{ErrorKind, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -29,7 +29,12 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{Pid, pivot_root, sethostname};
 
 const OUT: &str = "/run/out";
-const ALL_MODULES: &str = "/usr/lib/uml/modules";
+/// Temporary files of a guest whose root is read-only; the host's own folder stays visible, the tests' programs may be in it.
+const TEMPORARY: &str = "/run/tmp";
+/// Programs that stand before the host's in a guest whose root is read-only.
+const PROGRAMS: &str = "/run/programs";
+/// Where Debian's iptables has its links to one of its two programs.
+const CHOICES: &str = "/etc/alternatives";
 const HUNG: i32 = 124;
 
 fn main() {
@@ -42,15 +47,22 @@ fn main() {
 
 fn run() -> Result<()> {
     let out = std::env::var_os("GUEST_OUT").context("no GUEST_OUT")?;
+    let all_modules = std::env::var_os("GUEST_MODULES").context("no GUEST_MODULES")?;
     let release = uname()?.release().to_owned();
-    let mut modules = Modules::of(Path::new(ALL_MODULES).join(&release));
-    modules.load("overlay");
-    enter_overlay()?;
+    let folder = Path::new(&all_modules).join(&release);
+    let mut modules = Modules::of(folder.clone());
+    if read_only() {
+        make_writable(Path::new(CHOICES))?;
+    } else {
+        modules.load("overlay");
+        enter_overlay()?;
+    }
     mount_all(Path::new(&out))?;
-    show_modules(
-        &Path::new(ALL_MODULES).join(&release),
-        &Path::new("/lib/modules").join(&release),
-    );
+    if read_only() {
+        lead_to_modules(&folder, &release)?;
+    } else {
+        show_modules(&folder, &Path::new("/lib/modules").join(&release));
+    }
     prefer_legacy_iptables();
     sethostname("guest")?;
     tests::netns::loopback_up()?;
@@ -95,11 +107,45 @@ fn enter_overlay() -> Result<()> {
     Ok(())
 }
 
+/// Whether the host's files are shown as they are, without an overlay.
+fn read_only() -> bool {
+    std::env::var_os("GUEST_NO_OVERLAY").is_some()
+}
+
+/// Puts memory over a folder, if there is one, with the links that it held.
+fn make_writable(folder: &Path) -> Result<()> {
+    if !folder.is_dir() {
+        return Ok(());
+    }
+    let entries = fs::read_dir(folder)?.flatten();
+    let links: Vec<(PathBuf, PathBuf)> = entries
+        .filter_map(|entry| Some((fs::read_link(entry.path()).ok()?, entry.path())))
+        .collect();
+    mount(
+        Some("tmpfs"),
+        folder,
+        Some("tmpfs"),
+        MsFlags::empty(),
+        Some("mode=755"),
+    )?;
+    for (to, link) in links {
+        symlink(to, link)?;
+    }
+    Ok(())
+}
+
 fn mount_all(out: &Path) -> Result<()> {
     attach("proc", "/proc", "")?;
     attach("sysfs", "/sys", "")?;
     attach("tmpfs", "/run", "mode=755")?;
-    for folder in ["/dev/pts", "/dev/shm", "/run/netns", "/run/lock", OUT] {
+    for folder in [
+        "/dev/pts",
+        "/dev/shm",
+        "/run/netns",
+        "/run/lock",
+        TEMPORARY,
+        OUT,
+    ] {
         fs::create_dir_all(folder)?;
     }
     attach("devpts", "/dev/pts", "")?;
@@ -132,12 +178,29 @@ fn show_modules(from: &Path, to: &Path) {
     }
 }
 
+/// A modprobe that looks elsewhere than in /lib/modules, which the host may not even have; for the kernel's own requests and,
+/// by `PATH`, for everybody else.
+fn lead_to_modules(folder: &Path, release: &OsStr) -> Result<()> {
+    let modules = Path::new("/run/kernel/lib/modules");
+    fs::create_dir_all(modules)?;
+    symlink(folder, modules.join(release))?;
+    fs::create_dir(PROGRAMS)?;
+    let modprobe = Path::new(PROGRAMS).join("modprobe");
+    fs::write(
+        &modprobe,
+        "#!/bin/sh\nexec /sbin/modprobe --dirname /run/kernel \"$@\"\n",
+    )?;
+    fs::set_permissions(&modprobe, Permissions::from_mode(0o755))?;
+    fs::write("/proc/sys/kernel/modprobe", modprobe.as_os_str().as_bytes())
+        .context("naming modprobe to the kernel")
+}
+
 /// Debian's iptables speaks nf_tables, its user-mode Linux does not.
 fn prefer_legacy_iptables() {
     for tool in ["iptables", "ip6tables"] {
         for action in ["", "-save", "-restore"] {
             let legacy = PathBuf::from(format!("/usr/sbin/{tool}-legacy{action}"));
-            let choice = PathBuf::from(format!("/etc/alternatives/{tool}{action}"));
+            let choice = Path::new(CHOICES).join(format!("{tool}{action}"));
             if legacy.exists() && fs::remove_file(&choice).is_ok() {
                 let _ = symlink(legacy, choice);
             }
@@ -288,7 +351,14 @@ fn command() -> Result<Command> {
     let environment = fs::read(Path::new(OUT).join("env"))?;
     for variable in zero_terminated(&environment) {
         let (name, value) = split_once(variable.as_bytes());
-        command.env(OsStr::from_bytes(name), OsStr::from_bytes(value));
+        let mut value = OsStr::from_bytes(value).to_owned();
+        if read_only() && name == b"PATH" {
+            value = [PROGRAMS.as_ref(), value.as_os_str()].join(OsStr::new(":"));
+        }
+        command.env(OsStr::from_bytes(name), value);
+    }
+    if read_only() {
+        command.env("TMPDIR", TEMPORARY);
     }
     let cwd = fs::read(Path::new(OUT).join("cwd"))?;
     let cwd = Path::new(OsStr::from_bytes(&cwd));

@@ -1,19 +1,24 @@
 //! Runs one command in a guest kernel (user-mode Linux) that has IPVS, whatever the host's kernel has.
 //!
 //! ```text
-//! guest [-t SECONDS] [-m MEMORY] [-M MODULES] [-e NAME=VALUE]... [-x KERNEL-ARGUMENT]... [--tty] -- COMMAND [ARGUMENT]...
+//! guest [-t SECONDS] [-m MEMORY] [-M MODULES] [-e NAME=VALUE]... [-x KERNEL-ARGUMENT]... [--tty]
+//!       [--kernel FILE] [--modules FOLDER] [--no-overlay] -- COMMAND [ARGUMENT]...
 //! ```
 //!
 //! The guest sees the host's file system; what it writes stays in its memory. Standard output and error come back as they are
 //! written, and the command's exit code (128+n for signal n) becomes this program's. 124: the command
 //! hung and was ended; what the guest looked like is on standard error. 125: there is no result, because the guest failed.
+//!
+//! `--kernel` and `--modules` name another user-mode Linux and the folder that holds its modules, below the release's name.
+//! `--no-overlay` shows the host's files read-only, for kernels whose overlay fails on them (Linux 5.10 loses files at random):
+//! writable are /run and /etc/alternatives; `TMPDIR` names a folder in /run, modules load by a modprobe of the guest's own.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 use std::process::{Command, ExitCode, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, mpsc};
@@ -29,6 +34,7 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 use nix::unistd::{Pid, geteuid, mkdtemp};
 
 const KERNEL: &str = "/usr/bin/linux.uml";
+const ALL_MODULES: &str = "/usr/lib/uml/modules";
 const SECONDS: u64 = 60;
 const MEMORY: &str = "256M";
 /// What the tests and the daemon use; everything else loads on demand, at ten times the time.
@@ -60,6 +66,9 @@ struct Options {
     environment: Vec<OsString>,
     kernel_arguments: Vec<OsString>,
     tty: bool,
+    kernel: PathBuf,
+    all_modules: PathBuf,
+    overlay: bool,
     command: Vec<OsString>,
 }
 
@@ -81,6 +90,9 @@ fn options() -> Result<Options> {
         environment: Vec::new(),
         kernel_arguments: Vec::new(),
         tty: false,
+        kernel: KERNEL.into(),
+        all_modules: ALL_MODULES.into(),
+        overlay: true,
         command: Vec::new(),
     };
     let mut arguments = std::env::args_os().skip(1);
@@ -97,6 +109,10 @@ fn options() -> Result<Options> {
             options.tty = true;
             continue;
         }
+        if name == "--no-overlay" {
+            options.overlay = false;
+            continue;
+        }
         let value = arguments
             .next()
             .with_context(|| format!("{name} needs a value"))?;
@@ -107,21 +123,27 @@ fn options() -> Result<Options> {
             "-M" => options.modules = text,
             "-e" => options.environment.push(value),
             "-x" => options.kernel_arguments.push(value),
+            "--kernel" => options.kernel = absolute(Path::new(&value))?,
+            "--modules" => options.all_modules = absolute(Path::new(&value))?,
             _ => bail!("unknown option {name}"),
         }
     }
     options.command.extend(arguments);
     if options.command.is_empty() {
         bail!(
-            "usage: guest [-t seconds] [-m memory] [-M modules] [-e name=value] [-x kernel-argument] [--tty] -- command"
+            "usage: guest [-t seconds] [-m memory] [-M modules] [-e name=value] [-x kernel-argument] [--tty] \
+             [--kernel file] [--modules folder] [--no-overlay] -- command"
         );
     }
     Ok(options)
 }
 
 fn run(options: &Options) -> Result<u8> {
-    if !Path::new(KERNEL).exists() {
-        bail!("{KERNEL} is missing: install the package user-mode-linux");
+    if !options.kernel.exists() {
+        bail!(
+            "{} is missing: install the package user-mode-linux",
+            options.kernel.display()
+        );
     }
     let interrupted = Arc::new(AtomicI32::new(0));
     watch_signals(Arc::clone(&interrupted))?; // before any other thread exists: they inherit the mask
@@ -260,7 +282,7 @@ fn uml(options: &Options, out: &Path) -> Result<Command> {
     if !init.exists() {
         bail!("{} is missing: build the package `tests`", init.display());
     }
-    let mut words: Vec<OsString> = vec![KERNEL.into()];
+    let mut words: Vec<OsString> = vec![options.kernel.clone().into()];
     words.extend(KERNEL_ARGUMENTS.iter().map(OsString::from));
     words.push(format!("mem={}", options.memory).into());
     words.push(
@@ -275,6 +297,10 @@ fn uml(options: &Options, out: &Path) -> Result<Command> {
     words.push(assignment("uml_dir", out.as_os_str()));
     words.push("umid=guest".into());
     words.push(assignment("GUEST_OUT", out.as_os_str()));
+    words.push(assignment("GUEST_MODULES", options.all_modules.as_os_str()));
+    if !options.overlay {
+        words.push("GUEST_NO_OVERLAY=1".into());
+    }
     if options.tty {
         words.extend(["GUEST_TTY=1".into(), "loglevel=1".into()]);
     } else {

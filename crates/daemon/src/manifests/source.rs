@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use ipvs_proxy_core::model::{self, Change, ObjectName};
 
-use super::{ManifestError, Object, Placed, parse, text_of};
+use super::{Busy, ManifestError, Object, Placed, parse, printable, text_of};
 use crate::translate::{self, Refusal};
 
 /// A file that was changed this short a time ago may be changed again without a new time stamp.
@@ -33,6 +33,8 @@ pub enum Problem {
         path: PathBuf,
         /// Why.
         error: String,
+        /// Whether there is something of it in force.
+        kept: bool,
     },
     /// A part of an object can't be used.
     Refused {
@@ -61,12 +63,12 @@ impl fmt::Display for Problem {
             Problem::BadFile { error, kept: true } => {
                 write!(f, "{error}; the file's last good content stays in force")
             }
-            Problem::Unreachable { path, error } => {
-                let path = path.display();
-                write!(
-                    f,
-                    "{path}: {error}; what was last read there stays in force"
-                )
+            Problem::Unreachable { path, error, kept } => {
+                write!(f, "{}: {error}", printable(&path.display().to_string()))?;
+                if *kept {
+                    f.write_str("; what was last read there stays in force")?;
+                }
+                Ok(())
             }
             Problem::Refused {
                 file,
@@ -98,6 +100,8 @@ pub struct Source {
     node_name: String,
     node_addresses: bool,
     files: BTreeMap<FileKey, File>,
+    /// The files that somebody is writing now; they are read when that is done.
+    busy: Busy,
     /// Who says what about each object. The last file's word counts.
     claims: BTreeMap<Key, BTreeMap<FileKey, Value>>,
     /// The paths that could not be looked at the last time.
@@ -175,9 +179,17 @@ impl Source {
             node_name: node_name.to_owned(),
             node_addresses,
             files: BTreeMap::new(),
+            busy: Busy::default(),
             claims: BTreeMap::new(),
             unreachable: BTreeSet::new(),
         }
+    }
+
+    /// Leaves files alone while [`watch`](super::watch()) sees somebody write them.
+    #[must_use]
+    pub fn leaving(mut self, busy: Busy) -> Source {
+        self.busy = busy;
+        self
     }
 
     /// Whether every path was reached and every file there was read well at least once: only
@@ -197,17 +209,26 @@ impl Source {
         let mut listed = BTreeSet::new();
         let mut unreachable = BTreeSet::new();
         for (number, path) in self.paths.iter().enumerate() {
-            match list(path) {
+            // A directory with manifests that turned into something else is no word on them.
+            let under = |key: &&FileKey| key.0 == number;
+            let was_directory = self.files.keys().filter(under).any(|key| key.1 != *path);
+            let found = match list(path) {
+                Ok(paths) if was_directory && paths.first() == Some(path) => {
+                    Err(std::io::Error::other("it is not a directory any more"))
+                }
+                found => found,
+            };
+            match found {
                 Ok(paths) => listed.extend(paths.into_iter().map(|p| Arc::new((number, p)))),
                 Err(error) => {
                     let known = self.files.keys().filter(|key| key.0 == number);
                     listed.extend(known.cloned());
                     if !self.unreachable.contains(path) {
                         let error = format!("can't be read: {error}");
-                        scan.problems.push(Problem::Unreachable {
-                            path: path.clone(),
-                            error,
-                        });
+                        let kept = self.files.keys().any(|key| key.0 == number);
+                        let path = path.clone();
+                        scan.problems
+                            .push(Problem::Unreachable { path, error, kept });
                     }
                     unreachable.insert(path.clone());
                 }
@@ -240,7 +261,11 @@ impl Source {
     fn refresh(&mut self, key: &FileKey, scan: &mut Scan) {
         let path = key.1.as_path();
         let stdin = path == Path::new("-");
+        let writing = self.busy.contains(path);
         let file = self.files.entry(key.clone()).or_default();
+        if writing && file.good {
+            return;
+        }
         let (stamp, settled) = match Stamp::of(path) {
             Ok(found) => found,
             // A link to nowhere, and what was gone between the listing and now, read as such.
@@ -256,7 +281,19 @@ impl Source {
             return;
         }
         file.content = content;
-        let (objects, errors) = parse(path, text);
+        let empty = text.as_ref().is_ok_and(|(_, text)| text.trim().is_empty());
+        let (objects, mut errors) = parse(path, text);
+        if empty && !file.keys.is_empty() {
+            // A writer that has yet to write, or one that failed: nobody says that objects are gone.
+            errors.push(ManifestError {
+                file: show(key),
+                line: None,
+                object: None,
+                field: None,
+                message: "is empty; delete it to remove what it held".to_owned(),
+                object_only: false,
+            });
+        }
         let kept = file.good && !errors.is_empty();
         let whole = errors.is_empty();
         scan.problems.extend(
@@ -431,7 +468,7 @@ fn show(key: &FileKey) -> String {
     if key.1 == Path::new("-") {
         "stdin".to_owned()
     } else {
-        key.1.display().to_string()
+        printable(&key.1.display().to_string())
     }
 }
 

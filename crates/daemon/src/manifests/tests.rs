@@ -93,13 +93,13 @@ fn lists() {
 fn json_values_one_after_the_other() {
     let text = "{\"apiVersion\": \"v1\",\n\"kind\": \"Service\", \"metadata\": {\"name\": \"a\"}}\n\n\
                 {\"apiVersion\": \"v1\", \"kind\": \"List\", \"items\": [\n{\"apiVersion\": \"v1\", \"kind\": \"Node\",\
-                \"metadata\": {\"name\": \"\\ud83d\\ude00\"}}]}";
+                \"metadata\": {\"name\": \"n\", \"labels\": {\"a\": \"\\ud83d\\ude00\"}}}]}";
     let placed = good(text, Format::Json);
     assert_eq!(
         shape(&placed),
         [
             ("Service", "default/a".to_owned(), 1),
-            ("Node", "default/😀".to_owned(), 4)
+            ("Node", "default/n".to_owned(), 4)
         ]
     );
     assert!(is_json(text) && !is_json("{a: b}") && !is_json("a: b"));
@@ -284,6 +284,7 @@ fn outcome(source: &mut Source) -> (Vec<String>, Vec<String>) {
         Change::Slice(name, Some(slice)) => format!("+{} {}", name.name, slice.endpoints.len()),
         Change::Slice(name, None) => format!("-{}", name.name),
         Change::Node(node) => format!("node {}", node.addresses.len()),
+        Change::NodeAddresses(_) => panic!("no manifest tells of links"),
     });
     (
         changes.collect(),
@@ -427,7 +428,7 @@ fn an_object_in_two_files_is_the_last_ones() {
     );
     dir.write("a.yaml", &service_text("x", "10.0.0.3"));
     assert_eq!(outcome(&mut source), (vec![], vec![]));
-    dir.write("b.yaml", "");
+    dir.write("b.yaml", "# nothing any more\n");
     assert_eq!(outcome(&mut source).0, ["+x 10.0.0.3"]);
     let twice = format!(
         "{}---\n{}",
@@ -547,7 +548,7 @@ fn wait(ticks: &std::sync::mpsc::Receiver<()>, source: &mut Source, expected: &[
 fn a_watch_notices_what_happens() {
     let dir = Scratch::new("watch");
     dir.write("a.yaml", &service_text("a", "10.0.0.1"));
-    let ticks = watch(std::slice::from_ref(&dir.0)).unwrap();
+    let (ticks, _) = watch(std::slice::from_ref(&dir.0)).unwrap();
     let mut source = dir.source();
     assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
     dir.write("a.yaml", &service_text("a", "10.0.0.2"));
@@ -579,10 +580,113 @@ fn a_file_is_watched_by_its_directory() {
     let dir = Scratch::new("watch-file");
     dir.write("a.yaml", &service_text("a", "10.0.0.1"));
     let path = dir.path("a.yaml");
-    let ticks = watch(std::slice::from_ref(&path)).unwrap();
+    let (ticks, _) = watch(std::slice::from_ref(&path)).unwrap();
     let mut source = Source::new(vec![path], "n1", true);
     assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
     dir.write("new", &service_text("a", "10.0.0.2"));
     fs::rename(dir.path("new"), dir.path("a.yaml")).unwrap();
     wait(&ticks, &mut source, &["+a 10.0.0.2"]);
+}
+
+#[test]
+fn a_file_is_left_alone_while_it_is_written() {
+    use std::io::Write as _;
+    let dir = Scratch::new("busy");
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    dir.write("b.yaml", &service_text("b", "10.0.0.2"));
+    let (ticks, busy) = watch(std::slice::from_ref(&dir.0)).unwrap();
+    let mut source = dir.source().leaving(busy.clone());
+    assert_eq!(changes(&mut source), ["+a 10.0.0.1", "+b 10.0.0.2"]);
+    // As `kubectl get -o yaml > a.yaml` does it: empty first, its text a while later.
+    let mut slow = fs::File::create(dir.path("a.yaml")).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !busy.contains(&dir.path("a.yaml")) {
+        assert!(Instant::now() < deadline, "nobody noticed the writer");
+    }
+    dir.write("b.yaml", &service_text("b", "10.0.0.3"));
+    wait(&ticks, &mut source, &["+b 10.0.0.3"]);
+    slow.write_all(service_text("a", "10.0.0.4").as_bytes())
+        .unwrap();
+    drop(slow);
+    wait(&ticks, &mut source, &["+a 10.0.0.4"]);
+}
+
+#[test]
+fn an_emptied_file_is_no_word_on_its_objects() {
+    let dir = Scratch::new("emptied");
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    let mut source = dir.source();
+    assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
+    dir.write("a.yaml", "");
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!(changes, [] as [&str; 0]);
+    assert!(problems[0].contains("is empty; delete it"), "{problems:?}");
+    fs::remove_file(dir.path("a.yaml")).unwrap();
+    assert_eq!(outcome(&mut source).0, ["-a"]);
+}
+
+#[test]
+fn what_is_no_file_is_not_waited_for() {
+    let dir = Scratch::new("odd");
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    nix::unistd::mkfifo(&dir.path("f.yaml"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    std::os::unix::fs::symlink("/dev/zero", dir.path("z.yaml")).unwrap();
+    let mut source = dir.source();
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!(changes, ["+a 10.0.0.1"]);
+    assert_eq!(problems.len(), 2, "{problems:?}");
+    assert!(
+        problems.iter().all(|p| p.contains("not a regular file")),
+        "{problems:?}"
+    );
+    assert!(!source.is_complete());
+}
+
+#[test]
+fn a_directory_that_became_a_file_is_no_word_on_its_objects() {
+    let dir = Scratch::new("became");
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    let mut source = dir.source();
+    assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
+    fs::remove_dir_all(&dir.0).unwrap();
+    fs::write(&dir.0, "hello").unwrap();
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!(changes, [] as [&str; 0]);
+    assert!(
+        problems[0].contains("not a directory any more"),
+        "{problems:?}"
+    );
+    fs::remove_file(&dir.0).unwrap();
+    fs::create_dir(&dir.0).unwrap();
+}
+
+#[test]
+fn names_forge_no_lines() {
+    let text = "apiVersion: v1\nkind: Service\nmetadata: {name: \"x\\nforged \\e[31m\"}\n\
+                spec: {clusterIP: 10.0.0.1, ports: [{port: 80}]}\n";
+    let (objects, errors) = read_text("a.yaml", text, Format::Yaml);
+    assert_eq!(objects.len(), 0);
+    let said = errors[0].to_string();
+    assert!(
+        said.contains("metadata.name") && !said.contains(['\n', '\u{1b}']),
+        "{said}"
+    );
+    let wrong = text.replace("port: 80", "port: [80]");
+    let said = read_text("a.yaml", &wrong, Format::Yaml).1[0].to_string();
+    assert!(!said.contains(['\n', '\u{1b}']), "{said}");
+}
+
+#[test]
+fn a_list_loses_only_its_broken_items() {
+    let mut text = String::from("apiVersion: v1\nkind: List\nitems:\n- null\n");
+    for i in 0..60 {
+        let port = if i % 2 == 0 { "x" } else { "80" };
+        text.push_str(&format!(
+            "- apiVersion: v1\n  kind: Service\n  metadata: {{name: s{i}}}\n  \
+             spec: {{clusterIP: 10.0.0.1, ports: [{{port: {port}}}]}}\n"
+        ));
+    }
+    let (objects, errors) = read_text("a.yaml", &text, Format::Yaml);
+    assert_eq!((objects.len(), errors.len()), (30, 31));
+    assert!(errors.iter().all(|error| error.object_only));
 }

@@ -1,9 +1,11 @@
 //! Tells when manifests may have changed.
 
+use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -23,6 +25,28 @@ struct Watched {
 
 type Identity = (u64, u64);
 
+/// The files that somebody has begun to write and not closed yet.
+#[derive(Debug, Clone, Default)]
+pub struct Busy(Arc<Mutex<BTreeSet<PathBuf>>>);
+
+impl Busy {
+    /// Whether somebody is writing that file.
+    #[must_use]
+    pub fn contains(&self, file: &Path) -> bool {
+        self.0.lock().is_ok_and(|files| files.contains(file))
+    }
+
+    fn set(&self, file: PathBuf, writing: bool) {
+        if let Ok(mut files) = self.0.lock() {
+            if writing {
+                files.insert(file);
+            } else {
+                files.remove(&file);
+            }
+        }
+    }
+}
+
 /// Watches directories, and the directories of files, on a thread of its own (`inotify(7)`). A
 /// message says that something may have changed since the last: time for
 /// [`rescan`](super::Source::rescan).
@@ -36,9 +60,11 @@ type Identity = (u64, u64);
 /// # Errors
 ///
 /// When the kernel gives no inotify instance (`EMFILE`) or the thread can't be started.
-pub fn watch(paths: &[PathBuf]) -> std::io::Result<Receiver<()>> {
+pub fn watch(paths: &[PathBuf]) -> std::io::Result<(Receiver<()>, Busy)> {
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
     let (sender, receiver) = sync_channel(1);
+    let busy = Busy::default();
+    let writing = busy.clone();
     let stdin = Path::new("-");
     let mut watched: Vec<_> = paths
         .iter()
@@ -53,8 +79,8 @@ pub fn watch(paths: &[PathBuf]) -> std::io::Result<Receiver<()>> {
     }
     std::thread::Builder::new()
         .name("manifests".to_owned())
-        .spawn(move || run(&inotify, &mut watched, &sender))?;
-    Ok(receiver)
+        .spawn(move || run(&inotify, &mut watched, &sender, &writing))?;
+    Ok((receiver, busy))
 }
 
 /// The directory to watch for a path: itself, or where the file is.
@@ -66,14 +92,14 @@ fn directory(path: &Path) -> PathBuf {
     }
 }
 
-fn run(inotify: &Inotify, watched: &mut [Watched], sender: &SyncSender<()>) {
+fn run(inotify: &Inotify, watched: &mut [Watched], sender: &SyncSender<()>, busy: &Busy) {
     loop {
         let mut fds = [PollFd::new(inotify.as_fd(), PollFlags::POLLIN)];
         let mut changed = match poll(&mut fds, PollTimeout::from(CHECK_MS)) {
             Ok(0) | Err(Errno::EINTR) => false,
             Ok(_) => {
                 std::thread::sleep(SETTLE);
-                drain(inotify, watched)
+                drain(inotify, watched, busy)
             }
             Err(_) => {
                 // No event will come any more; the check below goes on by the clock.
@@ -90,11 +116,24 @@ fn run(inotify: &Inotify, watched: &mut [Watched], sender: &SyncSender<()>) {
     }
 }
 
-/// Takes all events; whether there were any.
-fn drain(inotify: &Inotify, watched: &mut [Watched]) -> bool {
+/// Takes all events; whether there were any that are worth a look.
+fn drain(inotify: &Inotify, watched: &mut [Watched], busy: &Busy) -> bool {
     let mut any = false;
     while let Ok(events) = inotify.read_events() {
-        any |= !events.is_empty();
+        for event in &events {
+            let writing = event.mask.contains(AddWatchFlags::IN_MODIFY);
+            any |= !writing;
+            let of_event = |w: &&Watched| w.on.is_some_and(|(on, _)| on == event.wd);
+            if let (Some(folder), Some(name)) = (watched.iter().find(of_event), &event.name) {
+                let ends = AddWatchFlags::IN_CLOSE_WRITE
+                    | AddWatchFlags::IN_DELETE
+                    | AddWatchFlags::IN_MOVED_FROM
+                    | AddWatchFlags::IN_MOVED_TO;
+                if writing || event.mask.intersects(ends) {
+                    busy.set(folder.path.join(name), writing);
+                }
+            }
+        }
         let gone = events
             .iter()
             .filter(|event| event.mask.contains(AddWatchFlags::IN_IGNORED));
@@ -122,7 +161,8 @@ impl Watched {
             }
             (None, _) => {}
         }
-        let events = AddWatchFlags::IN_CLOSE_WRITE
+        let events = AddWatchFlags::IN_MODIFY
+            | AddWatchFlags::IN_CLOSE_WRITE
             | AddWatchFlags::IN_MOVED_TO
             | AddWatchFlags::IN_MOVED_FROM
             | AddWatchFlags::IN_CREATE

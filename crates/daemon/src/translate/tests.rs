@@ -65,9 +65,61 @@ spec:
                 port("dns", Protocol::Udp, 53, None),
                 port("sctp", Protocol::Sctp, 53, None),
             ],
+            external_ips: Vec::new(),
+            load_balancer_ips: Vec::new(),
             affinity_timeout_s: Some(10_800),
+            drain_timeout: None,
         })
     );
+}
+
+#[test]
+fn addresses_from_outside() {
+    let text = "metadata: {name: a, annotations: {ipvs-proxy.io/drain-timeout: 1m30s}}\n\
+                spec: {clusterIP: 10.0.0.1, ports: [{port: 80}], \
+                externalIPs: [50.60.70.81, '2012::0051', 127.0.0.1, 0.0.0.0, nonsense]}\n\
+                status: {loadBalancer: {ingress: [{ip: 1.2.3.4}, {ip: 1.2.3.5, ipMode: VIP}, \
+                {ip: 1.2.3.6, ipMode: Proxy}, {hostname: a.example}, {ip: 1.2.3.7, ipMode: No}]}}";
+    let object: Service = serde_saphyr::from_str(text).unwrap();
+    let translated = service(&object);
+    let object = translated.object.unwrap();
+    let texts = |list: &[IpAddr]| list.iter().map(ToString::to_string).collect::<Vec<_>>();
+    assert_eq!(
+        texts(&object.external_ips),
+        ["50.60.70.81", "2012::51", "127.0.0.1"]
+    );
+    assert_eq!(texts(&object.load_balancer_ips), ["1.2.3.4", "1.2.3.5"]);
+    assert_eq!(
+        object.drain_timeout,
+        Some(std::time::Duration::from_secs(90))
+    );
+    let refusals: Vec<String> = translated
+        .refusals
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    assert_eq!(
+        refusals,
+        [
+            "Service default/a: spec.externalIPs[3]: \"0.0.0.0\" is the unspecified address, which \
+             can't be a VIP",
+            "Service default/a: spec.externalIPs[4]: \"nonsense\" is not an IP address",
+            "Service default/a: status.loadBalancer.ingress[4].ipMode: \"No\" is not VIP or Proxy",
+        ]
+    );
+}
+
+#[test]
+fn times_are_read_as_go_prints_them() {
+    let ms = |text| super::parse_duration(text).map(|time| time.as_millis());
+    assert_eq!(ms("0"), Some(0));
+    assert_eq!(ms("0s"), Some(0));
+    assert_eq!(ms("1h2m3s"), Some(3_723_000));
+    assert_eq!(ms("1.5s"), Some(1500));
+    assert_eq!(ms("250ms"), Some(250));
+    for bad in ["", "5", "s", "-1s", "1x", "1..2s", "1e3s", " 1s"] {
+        assert_eq!(ms(bad), None, "{bad}");
+    }
 }
 
 #[test]

@@ -21,7 +21,11 @@ use tests::traffic::Server;
 
 const APP1: &str = include_str!("../../../../deploy/examples/app1.yaml");
 const NODE_OBJECT: &str = include_str!("../../../../deploy/examples/node.yaml");
-const FLAGS: [&str; 2] = ["--scheduler=lc", "--cluster-cidr=10.0.0.0/24"];
+const FLAGS: [&str; 3] = [
+    "--scheduler=lc",
+    "--cluster-cidr=10.0.0.0/24",
+    "--nodeport-addresses=192.168.10.0/24",
+];
 /// The pods of app1 and one more, that asks.
 const PODS: u8 = 4;
 const CLIENT: u8 = 3;

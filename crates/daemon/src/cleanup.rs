@@ -1,0 +1,47 @@
+//! `cleanup`: removes all that is ours from the kernel, and nothing else.
+
+use std::time::Instant;
+
+use anyhow::{Result, anyhow};
+use ipvs_proxy_core::op::{Dataplane as _, Outcome};
+use ipvs_proxy_core::planner::Planner;
+use ipvs_proxy_dataplane::kernel::Kernel;
+use ipvs_proxy_netlink::Family;
+
+use crate::cli::Cleanup;
+use crate::place::Place;
+
+/// Removes what is ours; how many things that were. What can't be removed is told on stderr, a
+/// line each, and stops nothing else.
+///
+/// # Errors
+/// When a daemon runs here, when the kernel can't be read, or when something is left.
+pub fn cleanup(flags: &Cleanup) -> Result<usize> {
+    let _alone = Place::here()?.lock()?;
+    let mut kernel = Kernel::open(&Family::ALL, flags.iptables_backend)?;
+    let mut planner = Planner::of_nothing();
+    let (mut removed, mut left) = (0, 0);
+    planner.resync(kernel.read_whatever()?, true, Instant::now());
+    loop {
+        let now = Instant::now();
+        let ops = planner.next(now);
+        if ops.is_empty() {
+            break;
+        }
+        let outcomes = kernel.apply(&ops);
+        for (op, outcome) in ops.iter().zip(&outcomes) {
+            match outcome {
+                Outcome::Done => removed += 1,
+                Outcome::Failed(failure) => {
+                    left += 1;
+                    eprintln!("ipvs-proxy: {op}: {failure}");
+                }
+            }
+        }
+        planner.commit(ops.into_iter().zip(outcomes), now);
+    }
+    match left {
+        0 => Ok(removed),
+        _ => Err(anyhow!("{removed} things removed, {left} left")),
+    }
+}

@@ -1,0 +1,94 @@
+//! The folder under /run of the daemon of this network namespace.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+
+const RUN: &str = "/run/ipvs-proxy";
+
+/// The folder, one for each network namespace: `/run/ipvs-proxy/net-NUMBER`.
+#[derive(Debug, Clone)]
+pub struct Place {
+    folder: PathBuf,
+}
+
+/// Held while a daemon, or a cleanup, works on the kernel of this network namespace.
+#[derive(Debug)]
+pub struct Alone {
+    _file: Flock<File>,
+}
+
+impl Place {
+    /// The folder of this process's network namespace. Makes it.
+    ///
+    /// # Errors
+    /// When it can't be made.
+    pub fn here() -> Result<Place> {
+        let namespace = fs::metadata("/proc/self/ns/net").context("which network namespace?")?;
+        let folder = Path::new(RUN).join(format!("net-{}", namespace.ino()));
+        fs::create_dir_all(&folder)
+            .with_context(|| format!("{} can't be made", folder.display()))?;
+        Ok(Place { folder })
+    }
+
+    /// A file in it.
+    #[must_use]
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// Takes the folder's lock, and writes this process's id into it. The kernel gives it back
+    /// when the process ends, however that happens.
+    ///
+    /// # Errors
+    /// [`LockError::Taken`] when another process has it, [`LockError::File`] when there can be none.
+    pub fn lock(&self) -> Result<Alone, LockError> {
+        let path = self.file("pid");
+        let cannot = |source: io::Error| LockError::File {
+            path: path.clone(),
+            source,
+        };
+        let mut options = OpenOptions::new();
+        let file = options
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path);
+        match Flock::lock(file.map_err(cannot)?, FlockArg::LockExclusiveNonblock) {
+            Ok(mut file) => {
+                file.set_len(0).map_err(cannot)?;
+                writeln!(&mut *file, "{}", std::process::id()).map_err(cannot)?;
+                Ok(Alone { _file: file })
+            }
+            Err((mut file, Errno::EWOULDBLOCK)) => {
+                let mut pid = String::new();
+                file.read_to_string(&mut pid).map_err(cannot)?;
+                Err(LockError::Taken(pid.trim().to_owned()))
+            }
+            Err((_, errno)) => Err(cannot(errno.into())),
+        }
+    }
+}
+
+/// Why the lock can't be had.
+#[derive(Debug, thiserror::Error)]
+pub enum LockError {
+    /// Another process has it, by its id.
+    #[error("an ipvs-proxy runs here with process id {0}: stop it first")]
+    Taken(String),
+    /// There can be no lock.
+    #[error("{} can't be used", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}

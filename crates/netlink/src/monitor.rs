@@ -1,0 +1,135 @@
+//! What the kernel tells to all who listen.
+
+use netlink_packet_core::NetlinkBuffer;
+use netlink_sys::SocketAddr;
+use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, setsockopt, sockopt};
+
+use crate::{Error, Subsystem};
+
+/// A notice of the kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Notice {
+    /// Something changed.
+    Changed {
+        /// The message type, `nlmsg_type`.
+        kind: u16,
+        /// Everything behind the message header.
+        payload: Vec<u8>,
+    },
+    /// Notices were lost (`ENOBUFS`): list again.
+    Lost,
+}
+
+/// A socket that listens to multicast groups. It blocks; give it a thread of its own.
+#[derive(Debug)]
+pub struct Monitor {
+    socket: netlink_sys::Socket,
+    buffer: Vec<u8>,
+}
+
+impl Monitor {
+    /// Listens to groups (`RTNLGRP_*` of `<linux/rtnetlink.h>`) of the calling thread's network
+    /// namespace.
+    ///
+    /// [`Error::Socket`] when the kernel lacks the subsystem or a group.
+    pub fn open(subsystem: Subsystem, groups: &[u32]) -> Result<Monitor, Error> {
+        let failed = |call| {
+            move |e: std::io::Error| Error::Socket {
+                call,
+                errno: e.raw_os_error().unwrap_or(0),
+            }
+        };
+        let mut socket = netlink_sys::Socket::new(subsystem.number()).map_err(failed("socket"))?;
+        socket
+            .bind(&SocketAddr::new(0, 0))
+            .map_err(failed("bind"))?;
+        // More room is better and not needed: what is lost is told.
+        let room = 1024 * 1024;
+        let _ = setsockopt(&socket, sockopt::RcvBufForce, &room);
+        for group in groups {
+            socket
+                .add_membership(*group)
+                .map_err(failed("NETLINK_ADD_MEMBERSHIP"))?;
+        }
+        Ok(Monitor {
+            socket,
+            buffer: vec![0; 64 * 1024],
+        })
+    }
+
+    /// Waits for the next notices, at least one.
+    ///
+    /// [`Error::Socket`] when the socket can't be used any more.
+    pub fn wait(&mut self) -> Result<Vec<Notice>, Error> {
+        loop {
+            let flags = MsgFlags::empty().bits();
+            match self.socket.recv(&mut self.buffer.as_mut_slice(), flags) {
+                Ok(length) => {
+                    let notices = read(self.buffer.get(..length).unwrap_or_default());
+                    if !notices.is_empty() {
+                        return Ok(notices);
+                    }
+                }
+                Err(error) => match Errno::from_raw(error.raw_os_error().unwrap_or(0)) {
+                    Errno::ENOBUFS => return Ok(vec![Notice::Lost]),
+                    Errno::EINTR => {}
+                    errno => {
+                        return Err(Error::Socket {
+                            call: "recv",
+                            errno: errno as i32,
+                        });
+                    }
+                },
+            }
+        }
+    }
+}
+
+/// The notices of a datagram; what can't be read counts as lost.
+fn read(mut datagram: &[u8]) -> Vec<Notice> {
+    let mut notices = Vec::new();
+    while !datagram.is_empty() {
+        let Ok(message) = NetlinkBuffer::new_checked(datagram) else {
+            notices.push(Notice::Lost);
+            break;
+        };
+        notices.push(Notice::Changed {
+            kind: message.message_type(),
+            payload: message.payload().to_vec(),
+        });
+        let length = usize::try_from(message.length()).unwrap_or(usize::MAX);
+        let next = length.saturating_add(3) & !3;
+        datagram = datagram.get(next..).unwrap_or_default();
+    }
+    notices
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn no_datagram_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = read(&bytes);
+        }
+    }
+
+    #[test]
+    fn several_messages_in_a_datagram() {
+        let mut datagram = Vec::new();
+        for kind in [20_u16, 21] {
+            datagram.extend(18_u32.to_ne_bytes());
+            datagram.extend(kind.to_ne_bytes());
+            datagram.extend([0; 10]);
+            datagram.extend([7, 8, 0, 0]);
+        }
+        let changed = |kind| Notice::Changed {
+            kind,
+            payload: vec![7, 8],
+        };
+        assert_eq!(read(&datagram), [changed(20), changed(21)]);
+    }
+}

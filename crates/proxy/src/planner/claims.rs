@@ -1,0 +1,333 @@
+//! Who claims what: plans of Services against each other, and what they want in the end.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::Arc;
+
+use ipvs_netlink::VirtualServerKey;
+
+use super::{API_SERVER, FIRST_OTHER, Group, Planner, ServiceId, UNCLAIMED, real_servers};
+use crate::model::ObjectName;
+use crate::plan;
+use crate::state::{Key, Value};
+
+/// Two Services claim one virtual server; the first in creation order has it.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Conflict {
+    /// What they both claim.
+    pub key: VirtualServerKey,
+    /// The Service that has it.
+    pub winner: ObjectName,
+    /// The Service that goes without, until the winner is gone.
+    pub loser: ObjectName,
+}
+
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Conflict { key, winner, loser } = self;
+        write!(
+            f,
+            "Service {loser}: {key} belongs to the older Service {winner}: not served"
+        )
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Planned {
+    pub(super) name: ObjectName,
+    /// Creation time and UID: what decides between claims, with the name as the last resort.
+    /// Services that have no creation time come last.
+    pub(super) rank: (bool, i64, Arc<str>),
+    // Side by side, they take no room for alignment.
+    keys: Box<[Key]>,
+    values: Box<[Value]>,
+}
+
+impl Planned {
+    pub(super) fn get(&self, key: &Key) -> Option<&Value> {
+        self.values.get(self.keys.binary_search(key).ok()?)
+    }
+
+    pub(super) fn keys(&self) -> &[Key] {
+        &self.keys
+    }
+
+    fn items(&self) -> impl Iterator<Item = (&Key, &Value)> {
+        self.keys.iter().zip(&self.values)
+    }
+
+    pub(super) fn order(&self) -> impl Ord {
+        (self.rank.clone(), self.name.clone())
+    }
+}
+
+/// What is known of one key: who claims it and what the kernel holds.
+#[derive(Debug, Default)]
+pub(super) struct Record {
+    pub(super) applied: Option<Value>,
+    pub(super) claims: Claims,
+}
+
+/// The Services that claim a key; most have one. A real server has none of its own: who has its
+/// virtual server decides.
+#[derive(Debug, Default)]
+pub(super) struct Claims {
+    pub(super) first: Option<ServiceId>,
+    #[expect(
+        clippy::box_collection,
+        reason = "8 bytes a record, of which there are many, not 24"
+    )]
+    pub(super) more: Option<Box<Vec<ServiceId>>>,
+}
+
+impl Claims {
+    pub(super) fn iter(&self) -> impl Iterator<Item = ServiceId> {
+        self.first
+            .into_iter()
+            .chain(self.more.iter().flat_map(|more| more.iter().copied()))
+    }
+
+    pub(super) fn add(&mut self, id: ServiceId) {
+        match self.first {
+            None => self.first = Some(id),
+            Some(_) => self.more.get_or_insert_default().push(id),
+        }
+    }
+
+    pub(super) fn remove(&mut self, id: ServiceId) {
+        let left: Vec<ServiceId> = self.iter().filter(|claim| *claim != id).collect();
+        *self = Claims::default();
+        left.into_iter().for_each(|id| self.add(id));
+    }
+}
+
+pub(super) struct Touched {
+    pub(super) key: Key,
+    pub(super) old: bool,
+    pub(super) new: bool,
+}
+
+impl Touched {
+    pub(super) fn came(&self) -> bool {
+        self.new && !self.old
+    }
+
+    pub(super) fn went(&self) -> bool {
+        self.old && !self.new
+    }
+}
+
+/// The keys that are in one of two sorted plans only, or in both with another value.
+pub(super) fn differing<'a>(
+    old: impl Iterator<Item = (&'a Key, &'a Value)>,
+    new: impl Iterator<Item = (&'a Key, &'a Value)>,
+) -> Vec<Touched> {
+    let (mut old, mut new) = (old.peekable(), new.peekable());
+    let mut touched = Vec::new();
+    loop {
+        let order = match (old.peek(), new.peek()) {
+            (None, None) => return touched,
+            (Some(_), None) => std::cmp::Ordering::Less,
+            (None, Some(_)) => std::cmp::Ordering::Greater,
+            (Some((a, _)), Some((b, _))) => a.cmp(b),
+        };
+        let a = order.is_le().then(|| old.next()).flatten();
+        let b = order.is_ge().then(|| new.next()).flatten();
+        let Some((key, _)) = a.or(b) else {
+            return touched;
+        };
+        if a.map(|(_, value)| value) != b.map(|(_, value)| value) {
+            touched.push(Touched {
+                key: *key,
+                old: a.is_some(),
+                new: b.is_some(),
+            });
+        }
+    }
+}
+
+impl Planner {
+    /// The conflicts that came up since the last call: virtual servers that a Service claims and
+    /// another has, or had until now.
+    pub fn take_conflicts(&mut self) -> BTreeSet<Conflict> {
+        self.replan();
+        std::mem::take(&mut self.conflicts)
+    }
+
+    /// The Service that a key belongs to now.
+    #[must_use]
+    pub fn owner(&self, key: &Key) -> Option<&ObjectName> {
+        let key = match key {
+            Key::RealServer(vs, _) => Key::VirtualServer(*vs),
+            other => *other,
+        };
+        self.winner(self.records.get(&key)?)
+            .map(|planned| &planned.name)
+    }
+
+    /// Plans every dirty Service and marks what differs from its last plan.
+    pub(super) fn replan(&mut self) {
+        for name in std::mem::take(&mut self.dirty) {
+            let service = self.cluster.get(&name);
+            let items = service.map_or_else(Vec::new, |service| {
+                plan::plan(
+                    service,
+                    self.cluster.slices_of(&name),
+                    &self.node,
+                    &self.config,
+                )
+            });
+            let rank = service
+                .map(|s| (s.created.is_none(), s.created.unwrap_or(0), s.uid.clone()))
+                .unwrap_or_default();
+            let gone = service.is_none();
+            let id = match self.ids.get(&name) {
+                Some(id) => *id,
+                None if gone => continue,
+                None => self.new_id(&name),
+            };
+            let old = self.plans.get(&id).into_iter().flat_map(Planned::items);
+            let touched = differing(old, items.iter().map(|(key, value)| (key, value)));
+            let rerank = self
+                .plans
+                .get(&id)
+                .is_some_and(|planned| planned.rank != rank);
+            // A new rank may turn every conflict, so everything is looked at again.
+            let (came, went): (Vec<Key>, Vec<Key>) = (
+                touched.iter().filter(|t| t.came()).map(|t| t.key).collect(),
+                touched.iter().filter(|t| t.went()).map(|t| t.key).collect(),
+            );
+            let mut marks: BTreeSet<Key> = touched.iter().map(|t| t.key).collect();
+            if rerank {
+                marks.extend(items.iter().map(|(key, _)| *key));
+            }
+            // Real servers follow their virtual server's winner: before and after.
+            for key in came
+                .iter()
+                .chain(&went)
+                .chain(rerank.then_some(&marks).into_iter().flatten())
+            {
+                if let Key::VirtualServer(vs) = key {
+                    self.real_servers_of_all_claims(*vs)
+                        .into_iter()
+                        .for_each(|rs| self.mark(rs, self.group(id)));
+                }
+            }
+            for key in went {
+                if !matches!(key, Key::RealServer(..))
+                    && let Some(record) = self.records.get_mut(&key)
+                {
+                    record.claims.remove(id);
+                }
+            }
+            let contested = came.clone();
+            for key in came {
+                self.held.remove(&key);
+                if !matches!(key, Key::RealServer(..)) {
+                    self.records.entry(key).or_default().claims.add(id);
+                }
+            }
+            let group = self.group(id);
+            if gone {
+                self.plans.remove(&id);
+                self.ids.remove(&name);
+            } else {
+                let (keys, values): (Vec<Key>, Vec<Value>) = items.into_iter().unzip();
+                let (keys, values) = (keys.into_boxed_slice(), values.into_boxed_slice());
+                let planned = Planned {
+                    name,
+                    rank,
+                    keys,
+                    values,
+                };
+                self.plans.insert(id, planned);
+            }
+            for key in marks {
+                self.mark(key, group);
+            }
+            for key in contested {
+                self.note_conflict(&key);
+            }
+        }
+    }
+
+    /// Notes who goes without a virtual server that more than one Service claims.
+    pub(super) fn note_conflict(&mut self, key: &Key) {
+        let Key::VirtualServer(vs) = key else { return };
+        let Some(record) = self.records.get(key).filter(|r| r.claims.more.is_some()) else {
+            return;
+        };
+        let Some(winner) = self.winner(record) else {
+            return;
+        };
+        let losers = record.claims.iter().filter_map(|id| self.plans.get(&id));
+        let conflicts: Vec<Conflict> = losers
+            .filter(|loser| loser.name != winner.name)
+            .map(|loser| Conflict {
+                key: *vs,
+                winner: winner.name.clone(),
+                loser: loser.name.clone(),
+            })
+            .collect();
+        self.conflicts.extend(conflicts);
+    }
+
+    /// Every real server that any claimant of a virtual server, or the kernel, has under it.
+    /// Few virtual servers have more than one claimant.
+    pub(super) fn real_servers_of_all_claims(&self, vs: VirtualServerKey) -> Vec<Key> {
+        let Some(record) = self.records.get(&Key::VirtualServer(vs)) else {
+            return Vec::new();
+        };
+        let (low, high) = real_servers(vs);
+        let mut keys: Vec<Key> = self.real_servers.of(vs).collect();
+        for planned in record.claims.iter().filter_map(|id| self.plans.get(&id)) {
+            let start = planned.keys.partition_point(|key| *key < low);
+            let under = planned.keys.get(start..).unwrap_or_default();
+            keys.extend(under.iter().copied().take_while(|key| *key <= high));
+        }
+        keys
+    }
+
+    pub(super) fn new_id(&mut self, name: &ObjectName) -> ServiceId {
+        // The API server's own Service is the first of all.
+        let id = if &*name.namespace == "default" && &*name.name == "kubernetes" {
+            0
+        } else {
+            self.next_id = self.next_id.wrapping_add(1).max(1);
+            while self.plans.contains_key(&self.next_id) {
+                self.next_id = self.next_id.wrapping_add(1).max(1);
+            }
+            self.next_id
+        };
+        self.ids.insert(name.clone(), id);
+        id
+    }
+
+    pub(super) fn group(&self, id: ServiceId) -> Group {
+        if id == 0 {
+            API_SERVER
+        } else {
+            FIRST_OTHER.saturating_add(id).min(UNCLAIMED - 1)
+        }
+    }
+
+    pub(super) fn winner(&self, record: &Record) -> Option<&Planned> {
+        let claims = record.claims.iter().filter_map(|id| self.plans.get(&id));
+        match record.claims.more {
+            None => { claims }.next(),
+            Some(_) => claims.min_by_key(|planned| planned.order()),
+        }
+    }
+
+    /// What the claims say that the kernel should hold at a key.
+    pub(super) fn claimed(&self, key: &Key) -> Option<&Value> {
+        if let Some(value) = self.base.get(key) {
+            return Some(value);
+        }
+        let decides = match key {
+            Key::RealServer(vs, _) => Key::VirtualServer(*vs),
+            other => *other,
+        };
+        self.winner(self.records.get(&decides)?)?.get(key)
+    }
+}

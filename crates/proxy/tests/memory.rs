@@ -1,0 +1,145 @@
+//! What the planner holds for a large cluster, and what one change costs: counted in bytes and
+//! allocations, which do not depend on the machine's mood.
+
+#![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a test")]
+
+use std::alloc::System;
+use std::time::Instant;
+
+use ipvs_proxy_core::memory::MemoryKernel;
+use ipvs_proxy_core::model::{
+    Change, Endpoint, ObjectName, Service, ServicePort, Slice, SlicePort,
+};
+use ipvs_proxy_core::op::Dataplane;
+use ipvs_proxy_core::plan::Config;
+use ipvs_proxy_core::planner::Planner;
+use ipvs_proxy_netlink::{Family, Protocol};
+use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+const ENDPOINTS: u32 = 10;
+
+fn name(number: u32) -> ObjectName {
+    ObjectName::new("namespace", &format!("service-{number}"))
+}
+
+fn service(number: u32) -> Service {
+    Service {
+        created: Some(i64::from(number)),
+        uid: format!("00000000-0000-0000-0000-{number:012}").into(),
+        cluster_ips: vec![std::net::Ipv4Addr::from(0x0a60_0000 + number).into()],
+        external_ips: Vec::new(),
+        load_balancer_ips: Vec::new(),
+        ports: vec![ServicePort {
+            name: "http".into(),
+            protocol: Protocol::Tcp,
+            port: 80,
+            node_port: None,
+        }],
+        affinity_timeout_s: None,
+        drain_timeout: None,
+    }
+}
+
+fn slice(number: u32, endpoints: u32) -> Slice {
+    let endpoint = |i| Endpoint {
+        address: std::net::Ipv4Addr::from(0x0b00_0000 + number * 16 + i).into(),
+        ready: true,
+        serving: true,
+        terminating: false,
+        local: i == 0,
+    };
+    Slice {
+        service: name(number),
+        family: Family::V4,
+        ports: vec![SlicePort {
+            name: "http".into(),
+            protocol: Protocol::Tcp,
+            port: 8080,
+        }],
+        endpoints: (0..endpoints).map(endpoint).collect(),
+    }
+}
+
+/// A planner that knows of the Services and has planned nothing yet.
+fn informed(services: u32) -> Planner {
+    let mut planner = Planner::new(Config::default());
+    for number in 0..services {
+        planner.apply(Change::Service(name(number), Some(service(number))));
+        let slice = slice(number, ENDPOINTS);
+        planner.apply(Change::Slice(name(number), Some(slice)));
+    }
+    planner
+}
+
+/// Everything planned and written.
+fn settled(services: u32) -> (Planner, MemoryKernel) {
+    let mut planner = informed(services);
+    let mut kernel = MemoryKernel::new();
+    settle(&mut planner, &mut kernel);
+    (planner, kernel)
+}
+
+fn settle(planner: &mut Planner, kernel: &mut MemoryKernel) -> usize {
+    let now = Instant::now();
+    let mut count = 0;
+    loop {
+        let ops = planner.next(now);
+        if ops.is_empty() {
+            return count;
+        }
+        count += ops.len();
+        let outcomes = kernel.apply(&ops);
+        planner.commit(ops.into_iter().zip(outcomes), now);
+        kernel.log.clear();
+    }
+}
+
+/// The allocations and bytes that one more endpoint of one Service costs.
+fn one_endpoint(services: u32) -> (usize, usize) {
+    let (mut planner, mut kernel) = settled(services);
+    let region = Region::new(ALLOCATOR);
+    planner.apply(Change::Slice(name(7), Some(slice(7, ENDPOINTS + 1))));
+    let ops = planner.next(Instant::now());
+    let cost = region.change();
+    assert_eq!(ops.len(), 1, "{ops:?}");
+    let outcomes = kernel.apply(&ops);
+    planner.commit(ops.into_iter().zip(outcomes), Instant::now());
+    (cost.allocations, cost.bytes_allocated)
+}
+
+// One test: the counters are the process's.
+#[test]
+fn ten_thousand_services_and_one_change() {
+    let held = |change: stats_alloc::Stats| {
+        change.bytes_allocated as f64 - change.bytes_deallocated as f64
+    };
+    // What objects themselves take is beside it, and measured before anything is planned.
+    let region = Region::new(ALLOCATOR);
+    let mut planner = informed(10_000);
+    let model = held(region.change());
+    let region = Region::new(ALLOCATOR);
+    let mut kernel = MemoryKernel::new();
+    settle(&mut planner, &mut kernel);
+    let both = held(region.change());
+    let region = Region::new(ALLOCATOR);
+    drop(kernel);
+    let planned = both + held(region.change());
+    drop(planner);
+    let mib = |bytes: f64| bytes / f64::from(1 << 20);
+    println!(
+        "10,000 Services with 10 endpoints: {:.1} MiB for desired, applied and claims; {:.1} MiB \
+         for the objects",
+        mib(planned),
+        mib(model)
+    );
+    assert!(mib(planned) <= 25.0, "{:.1} MiB", mib(planned));
+
+    let (small, large) = (one_endpoint(100), one_endpoint(10_000));
+    println!("one endpoint, (allocations, bytes): {small:?} at 100 Services, {large:?} at 10,000");
+    // Trees are a level deeper with a hundred times the keys.
+    assert!(large.0 <= small.0 + 16, "{small:?} {large:?}");
+    assert!(large.1 <= small.1 * 2, "{small:?} {large:?}");
+}

@@ -1,0 +1,523 @@
+//! `ipvs-proxy cleanup` takes all of ours and nothing else, `plan --diff` says where the kernel differs, and what other software
+//! has in the same tables is as it was, whatever the daemon does.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::{Command, Output};
+
+use ipvs_proxy_core::state::Set;
+use ipvs_proxy_netlink::Family;
+use tests::daemon::{Daemon, Manifests, binary, service, slice, wait_until};
+use tests::netns::Namespace;
+use tests::topology::{NODE, Topology, pod_addresses};
+use tests::traffic::http_get;
+
+/// The chains that are ours.
+const CHAINS: [&str; 6] = [
+    "KUBE-SERVICES",
+    "KUBE-NODE-PORT",
+    "KUBE-MARK-MASQ",
+    "KUBE-POSTROUTING",
+    "KUBE-IPVS-FILTER",
+    "KUBE-FORWARD",
+];
+
+/// Things of other software in each place where the daemon has its own, some with names much like ours.
+const FOREIGN: [&str; 30] = [
+    "ip link add other0 type dummy",
+    "ip link set other0 up",
+    "ip address add 203.0.113.201/32 dev other0",
+    "ip address add fd99::201/128 dev other0 nodad",
+    "ipvsadm -A -t 203.0.113.200:6443 -s wrr -p 60",
+    "ipvsadm -a -t 203.0.113.200:6443 -r 10.1.0.1:6443 -m -w 7",
+    "ipvsadm -a -t 203.0.113.200:6443 -r 10.1.0.2:6443 -g -w 3",
+    // On the node's own address
+    "ipvsadm -A -u 192.168.10.11:53 -s lc",
+    "ipvsadm -a -u 192.168.10.11:53 -r 10.1.0.3:53 -m -w 1",
+    "ipvsadm -A -f 7 -s rr",
+    "ipvsadm -a -f 7 -r 10.1.0.4:0 -m -w 2",
+    "ipvsadm -A -f 8 -6 -s rr",
+    "ipvsadm -a -f 8 -6 -r [fd00:1::4]:0 -m -w 2",
+    "ipset create MINE hash:ip",
+    "ipset add MINE 198.51.100.1",
+    "ipset create KUBE-6-MINE hash:ip,port family inet6 timeout 3000",
+    "ipset create KUBE-SERVICES list:set",
+    "ipset add KUBE-SERVICES MINE",
+    "iptables-legacy -N KUBE-FIREWALL",
+    "iptables-legacy -A KUBE-FIREWALL -s 198.51.100.0/24 -j DROP",
+    "iptables-legacy -A INPUT -j KUBE-FIREWALL",
+    "iptables-legacy -A INPUT -m set --match-set MINE src -j ACCEPT",
+    "iptables-legacy -P FORWARD DROP",
+    "iptables-legacy -t nat -N MINE-DNAT",
+    "iptables-legacy -t nat -A MINE-DNAT -p tcp -m tcp --dport 9999 -j DNAT --to-destination 10.1.0.5:99",
+    "iptables-legacy -t nat -A PREROUTING -j MINE-DNAT",
+    // A chain of our name, in a table where we have none
+    "iptables-legacy -t mangle -N KUBE-SERVICES",
+    "iptables-legacy -t mangle -A PREROUTING -j KUBE-SERVICES",
+    "ip6tables-legacy -A INPUT -p tcp -m tcp --dport 9999 -j REJECT",
+    "ip6tables-legacy -t nat -A PREROUTING -p tcp -m tcp --dport 9999 -j REDIRECT --to-ports 99",
+];
+
+fn web(node_port: u16, pods: &[u8]) -> String {
+    let ips = ["10.96.0.10", "fd96::10"];
+    let ports = [("tcp", "TCP", 80, node_port), ("udp", "UDP", 80, node_port)];
+    let mut text = service("web", &ips, &ports);
+    for family in [0, 1] {
+        let endpoints: Vec<_> = pods
+            .iter()
+            .map(|pod| (pod_addresses(*pod)[family], true, "node"))
+            .collect();
+        let ports = [("tcp", "TCP", 8080), ("udp", "UDP", 8080)];
+        text.push_str(&slice(&format!("web-{family}"), "web", &ports, &endpoints));
+    }
+    text
+}
+
+fn node_ips() -> String {
+    format!("--node-ips={},{}", NODE[0], NODE[1])
+}
+
+/// A subcommand of the daemon's binary in a node's namespace.
+fn ask(node: &Namespace, words: &[&str]) -> Output {
+    let mut command = Command::new(binary());
+    command.args(words);
+    node.enter(|| command.output()).unwrap()
+}
+
+/// Runs `cleanup`; its exit code and what it says.
+fn cleanup(node: &Namespace) -> (i32, String) {
+    let output = ask(node, &["cleanup"]);
+    assert!(output.stdout.is_empty(), "{output:?}");
+    let said = String::from_utf8(output.stderr).unwrap();
+    (output.status.code().unwrap(), said)
+}
+
+/// What each tool prints of the kernel, in its order, without counters and comments.
+fn kernel(node: &Namespace) -> BTreeMap<String, Vec<String>> {
+    let mut lines: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    let mut add = |of: &str, text: &str| {
+        let kept = text.lines().filter(|line| !line.starts_with('#'));
+        let uncounted = kept.map(|line| match line.starts_with(':') {
+            true => line.split(" [").next().unwrap().to_owned(),
+            false => line.to_owned(),
+        });
+        lines.insert(of.to_owned(), uncounted.collect());
+    };
+    add("ipvs", &node.tool("ipvsadm -Sn"));
+    add("ipset", &node.tool("ipset save"));
+    add("links", &node.tool("ip -o address show"));
+    for tool in ["iptables-legacy-save", "ip6tables-legacy-save"] {
+        for table in ["raw", "mangle", "nat", "filter"] {
+            add(
+                &format!("{tool} {table}"),
+                &node.tool(&format!("{tool} -t {table}")),
+            );
+        }
+    }
+    // The table's order is that of its hash.
+    lines.get_mut("ipvs").unwrap().sort_unstable();
+    // Times go on.
+    for line in lines.values_mut().flatten() {
+        *line = line.split(" valid_lft").next().unwrap().to_owned();
+    }
+    lines
+}
+
+/// The same without what is ours by its name or address.
+fn foreign(node: &Namespace) -> BTreeMap<String, Vec<String>> {
+    let sets: BTreeSet<String> = Family::ALL
+        .into_iter()
+        .flat_map(Set::all)
+        .map(|set| set.name().as_str().to_owned())
+        .collect();
+    let servers = [
+        "10.96.0.10:80",
+        "[fd96::10]:80",
+        "10.96.7.7:80",
+        "192.168.10.11:30080",
+        "[fd00:192::11]:30080",
+        "192.168.10.11:30081",
+        "[fd00:192::11]:30081",
+    ];
+    let mut lines = kernel(node);
+    for (of, lines) in &mut lines {
+        lines.retain(|line| {
+            let mut words = line.split([' ', ':']);
+            match of.as_str() {
+                "ipvs" => !servers
+                    .iter()
+                    .any(|server| line.contains(&format!(" {server} "))),
+                "ipset" => !words.nth(1).is_some_and(|name| sets.contains(name)),
+                "links" => !line.contains("kube-ipvs0"),
+                table if table.ends_with("nat") || table.ends_with("filter") => {
+                    !words.any(|word| CHAINS.contains(&word))
+                }
+                _ => true,
+            }
+        });
+    }
+    lines
+}
+
+fn ours(node: &Namespace) -> BTreeMap<String, Vec<String>> {
+    let foreign = foreign(node);
+    let mut lines = kernel(node);
+    for (of, lines) in &mut lines {
+        lines.retain(|line| !foreign[of].contains(line));
+    }
+    lines.retain(|_, lines| !lines.is_empty());
+    lines
+}
+
+#[test]
+fn what_is_not_ours_stays_as_it_was() {
+    let topology = Topology::new(3);
+    let node = topology.node();
+    for line in FOREIGN {
+        node.tool(line);
+    }
+    let _servers = [0, 1, 2].map(|pod| topology.serve(pod, 8080));
+    // Tables that nobody asked for exist from here on.
+    let before = kernel(node);
+    assert!(
+        before["ipvs"].len() == 9 && before["iptables-legacy-save nat"].len() > 8,
+        "{before:#?}"
+    );
+    let manifests = Manifests::new();
+    manifests.write("web.yaml", &web(30080, &[0, 1]));
+    let flags = [&node_ips(), "--sync-period=1s"];
+    let mut daemon = Daemon::start(node, &manifests, &flags);
+    daemon.settle();
+    let started = ours(node);
+    assert!(started.len() >= 7, "{started:#?}");
+    assert_eq!(foreign(node), before, "after the start");
+
+    let vip = "10.96.0.10:80".parse().unwrap();
+    topology.outside().enter(|| http_get(vip)).unwrap();
+    manifests.write("web.yaml", &web(30081, &[1, 2]));
+    manifests.write(
+        "more.yaml",
+        &service("more", &["10.96.7.7"], &[("", "TCP", 80, 0)]),
+    );
+    wait_until("the change is in force", || {
+        let table = node.tool("ipvsadm -Sn");
+        table.contains("10.96.7.7:80")
+            && table.contains("30081 -r 10.0.0.4:8080")
+            && !table.contains(":30080")
+    });
+    manifests.remove("more.yaml");
+    wait_until("the removal is in force", || {
+        !node.tool("ipvsadm -Sn").contains("10.96.7.7:80")
+    });
+    // An audit that repairs.
+    node.tool("iptables-legacy -t nat -D PREROUTING 1");
+    node.tool("ipset flush KUBE-CLUSTER-IP");
+    wait_until("the repair is in force", || {
+        node.tool("iptables-legacy-save -t nat")
+            .contains("-A PREROUTING -m comment --comment \"kubernetes")
+            && node
+                .tool("ipset list KUBE-CLUSTER-IP")
+                .contains("10.96.0.10")
+    });
+    assert_eq!(foreign(node), before, "after changes");
+    assert!(daemon.stop().success());
+    assert!(ours(node).len() >= 7);
+    assert_eq!(foreign(node), before, "after the stop");
+
+    let (code, said) = cleanup(node);
+    assert_eq!(code, 0, "{said}");
+    assert_eq!(kernel(node), before, "after the cleanup");
+    let (code, said) = cleanup(node);
+    assert_eq!(
+        (code, said.as_str()),
+        (0, "ipvs-proxy: nothing of ours is in the kernel\n")
+    );
+    assert_eq!(kernel(node), before, "after another cleanup");
+}
+
+#[test]
+fn a_cleanup_does_not_touch_what_a_daemon_works_on() {
+    let node = Namespace::new();
+    let manifests = Manifests::new();
+    manifests.write("web.yaml", &web(30080, &[0, 1]));
+    let mut daemon = Daemon::start(&node, &manifests, &[&node_ips()]);
+    daemon.settle();
+    let before = kernel(&node);
+    let (code, said) = cleanup(&node);
+    let pid = format!("with process id {}:", daemon.pid());
+    assert!(
+        code == 1 && said.contains(&pid) && said.lines().count() == 1,
+        "{code}, {said}"
+    );
+    assert_eq!(kernel(&node), before);
+    daemon.crash();
+    let (code, said) = cleanup(&node);
+    assert_eq!(code, 0, "{said}");
+    assert_eq!(ours(&node), BTreeMap::new());
+}
+
+#[test]
+fn a_cleanup_names_the_rules_that_hold_a_set() {
+    let node = Namespace::new();
+    let manifests = Manifests::new();
+    manifests.write("web.yaml", &web(30080, &[0, 1]));
+    let mut daemon = Daemon::start(&node, &manifests, &[&node_ips()]);
+    daemon.settle();
+    assert!(daemon.stop().success());
+    let rules = [
+        (
+            "iptables-legacy -t filter",
+            "INPUT -p tcp -m set --match-set KUBE-CLUSTER-IP dst,dst -j ACCEPT",
+        ),
+        (
+            "ip6tables-legacy -t mangle",
+            "PREROUTING -m set ! --match-set KUBE-6-IPVS-IPS dst -m comment --comment mine -j ACCEPT",
+        ),
+        (
+            "iptables-legacy -t mangle",
+            "FORWARD -j SET --add-set KUBE-NODE-PORT-TCP dst",
+        ),
+    ];
+    for (tool, rule) in rules {
+        node.tool(&format!("{tool} -A {rule}"));
+    }
+    let (code, said) = cleanup(&node);
+    assert_eq!(code, 1, "{said}");
+    for (set, (tool, rule)) in ["KUBE-CLUSTER-IP", "KUBE-6-IPVS-IPS", "KUBE-NODE-PORT-TCP"]
+        .iter()
+        .zip(rules)
+    {
+        let line = format!(
+            "ipvs-proxy: remove set {set}: a rule that is not ours uses the set: delete it ({tool} -D {rule})"
+        );
+        assert!(
+            said.lines().any(|said| said == line),
+            "{said}\nlacks\n{line}"
+        );
+    }
+    assert!(
+        said.lines().count() == 4 && said.contains(" 3 left\n"),
+        "{said}"
+    );
+    let mut sets: Vec<String> = node
+        .tool("ipset list -n")
+        .lines()
+        .map(str::to_owned)
+        .collect();
+    sets.sort_unstable();
+    assert_eq!(
+        sets,
+        ["KUBE-6-IPVS-IPS", "KUBE-CLUSTER-IP", "KUBE-NODE-PORT-TCP"]
+    );
+    let mut left = ours(&node);
+    left.remove("ipset");
+    assert_eq!(left, BTreeMap::new());
+    // What it says is what helps.
+    for line in said
+        .lines()
+        .filter_map(|line| line.split_once("delete it ("))
+    {
+        node.tool(line.1.trim_end_matches(')'));
+    }
+    let (code, said) = cleanup(&node);
+    assert_eq!((code, said.as_str()), (0, "ipvs-proxy: removed 3 things\n"));
+    assert_eq!(node.tool("ipset list -n"), "");
+}
+
+/// `plan` in a node's namespace, with more words.
+fn plan(node: &Namespace, manifests: &Manifests, words: &[&str]) -> (i32, String) {
+    let node_ips = node_ips();
+    let mut all = vec!["plan", "--manifests", manifests.path().to_str().unwrap()];
+    all.extend(["--node-name", "node", &node_ips]);
+    all.extend(words);
+    let output = ask(node, &all);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        output.stderr.is_empty(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    (output.status.code().unwrap(), said)
+}
+
+#[test]
+fn a_plan_is_compared_with_the_kernel() {
+    let node = Namespace::new();
+    let manifests = Manifests::new();
+    manifests.write("web.yaml", &web(30080, &[0, 1]));
+    let (code, said) = plan(&node, &manifests, &["--diff"]);
+    assert!(
+        code == 1 && said.contains("+-A -t 10.96.0.10:80 -s rr\n") && !said.contains("\n-"),
+        "{said}"
+    );
+    let mut daemon = Daemon::start(&node, &manifests, &[&node_ips()]);
+    daemon.settle();
+    assert_eq!(plan(&node, &manifests, &["--diff"]), (0, String::new()));
+    assert!(daemon.stop().success());
+    assert_eq!(plan(&node, &manifests, &["--diff"]), (0, String::new()));
+    assert_eq!(
+        rules_of_plan(&plan(&node, &manifests, &["-o", "iptables"]).1),
+        rules_of_kernel(&node)
+    );
+
+    for edit in [
+        "ipvsadm -e -t 10.96.0.10:80 -r 10.0.0.2:8080 -m -w 3",
+        "ipvsadm -E -u [fd96::10]:80 -s wlc",
+        "ipvsadm -d -t 192.168.10.11:30080 -r 10.0.0.3:8080",
+        "ipset add KUBE-CLUSTER-IP 10.96.0.99,tcp:80",
+        "ip address del fd96::10/128 dev kube-ipvs0",
+    ] {
+        node.tool(edit);
+    }
+    let expected = [
+        "--A -u [fd96::10]:80 -s wlc",
+        "--a -t 10.96.0.10:80 -r 10.0.0.2:8080 -m -w 3",
+        "-add KUBE-CLUSTER-IP 10.96.0.99,tcp:80",
+        "+-A -u [fd96::10]:80 -s rr",
+        "+-a -t 10.96.0.10:80 -r 10.0.0.2:8080 -m -w 1",
+        "+-a -t 192.168.10.11:30080 -r 10.0.0.3:8080 -m -w 1",
+        "+fd96::10/128",
+    ];
+    let (code, said) = plan(&node, &manifests, &["--diff"]);
+    assert_eq!(
+        (code, said.lines().collect::<Vec<_>>()),
+        (1, expected.to_vec())
+    );
+
+    let (code, said) = plan(&node, &manifests, &["-o", "json"]);
+    let json: serde_json::Value = serde_json::from_str(&said).unwrap();
+    let list = |name: &str| json[name].as_array().unwrap();
+    let entries = |name: &str| {
+        let set = list("sets").iter().find(|set| set["name"] == name).unwrap();
+        set["entries"].as_array().unwrap().len()
+    };
+    // ClusterIP and node port, TCP and UDP, two families.
+    assert_eq!(
+        (code, list("virtualServers").len(), list("sets").len()),
+        (0, 8, 38)
+    );
+    for server in list("virtualServers") {
+        assert_eq!(
+            server["realServers"].as_array().unwrap().len(),
+            2,
+            "{server}"
+        );
+    }
+    assert_eq!(
+        (entries("KUBE-CLUSTER-IP"), entries("KUBE-6-CLUSTER-IP")),
+        (2, 2)
+    );
+    assert_eq!(list("addresses").len(), 2);
+}
+
+/// By family, table and chain: the rules in order.
+type Rules = BTreeMap<(String, String, String), Vec<String>>;
+
+fn rules_of_plan(text: &str) -> Rules {
+    let mut rules = Rules::new();
+    let (mut tool, mut table) = (String::new(), String::new());
+    for line in text.lines() {
+        if let Some(name) = line.strip_prefix("# ") {
+            assert!(["iptables", "ip6tables"].contains(&name), "{line}");
+            name.clone_into(&mut tool);
+        } else if let Some(name) = line.strip_prefix('*') {
+            name.clone_into(&mut table);
+        } else if let Some(chain) = line.strip_prefix(':') {
+            let chain = chain.strip_suffix(" - [0:0]").unwrap();
+            rules
+                .entry((tool.clone(), table.clone(), chain.to_owned()))
+                .or_default();
+        } else if let Some(rule) = line.strip_prefix("-A ") {
+            let chain = rule.split(' ').next().unwrap();
+            let rules = rules.entry((tool.clone(), table.clone(), chain.to_owned()));
+            rules.or_default().push(line.to_owned());
+        } else {
+            assert_eq!(line, "COMMIT");
+        }
+    }
+    rules
+}
+
+fn rules_of_kernel(node: &Namespace) -> Rules {
+    let mut rules = Rules::new();
+    for tool in ["iptables", "ip6tables"] {
+        let mut table = String::new();
+        for line in node.tool(&format!("{tool}-legacy-save")).lines() {
+            if let Some(name) = line.strip_prefix('*') {
+                name.clone_into(&mut table);
+            }
+            let words: Vec<&str> = line.split([' ', ':']).collect();
+            if !words.iter().any(|word| CHAINS.contains(word)) {
+                continue;
+            }
+            let key = (tool.to_owned(), table.clone(), words[1].to_owned());
+            let rules = rules.entry(key).or_default();
+            rules.extend(line.starts_with("-A").then(|| line.to_owned()));
+        }
+    }
+    rules
+}
+
+#[test]
+fn a_set_of_another_type_makes_room() {
+    let topology = Topology::new(2);
+    let node = topology.node();
+    let _servers = [0, 1].map(|pod| topology.serve(pod, 8080));
+    node.tool("ipset create KUBE-CLUSTER-IP hash:ip");
+    node.tool("ipset add KUBE-CLUSTER-IP 10.96.0.10");
+    node.tool("ipset create KUBE-6-IPVS-IPS hash:net family inet6");
+    node.tool("ipset create KUBE-LOOP-BACK list:set");
+    let manifests = Manifests::new();
+    manifests.write("web.yaml", &web(30080, &[0, 1]));
+    let answers = || {
+        for vip in ["10.96.0.10:80", "[fd96::10]:80", "192.168.10.11:30080"] {
+            let to = vip.parse().unwrap();
+            topology
+                .outside()
+                .enter(|| http_get(to))
+                .unwrap_or_else(|error| panic!("{vip}: {error}"));
+        }
+    };
+    let as_planned = || plan(node, &manifests, &["--diff"]) == (0, String::new());
+    let mut daemon = Daemon::start(node, &manifests, &[&node_ips(), "--sync-period=1s"]);
+    daemon.settle();
+    assert!(as_planned(), "{:?}", plan(node, &manifests, &["--diff"]));
+    answers();
+
+    // While it runs, and a rule of ours looks into the new one.
+    let replace = |rule_between: &str| {
+        for family in ["", "6"] {
+            for table in ["nat", "filter"] {
+                node.tool(&format!("ip{family}tables-legacy -t {table} -F"));
+            }
+        }
+        node.tool("ipset destroy KUBE-CLUSTER-IP");
+        node.tool("ipset create KUBE-CLUSTER-IP hash:ip");
+        if !rule_between.is_empty() {
+            node.tool(&format!("iptables-legacy -A {rule_between}"));
+        }
+    };
+    assert!(daemon.stop().success());
+    replace("");
+    let mut daemon = Daemon::start(node, &manifests, &[&node_ips(), "--sync-period=1s"]);
+    daemon.settle();
+    assert!(as_planned(), "{:?}", plan(node, &manifests, &["--diff"]));
+    answers();
+    assert!(daemon.stop().success());
+
+    // A rule of other software holds it: it stays, the rule is named, all else is in force.
+    let rule = "INPUT -m set --match-set KUBE-CLUSTER-IP dst -j ACCEPT";
+    replace(rule);
+    let mut daemon = Daemon::start(node, &manifests, &[&node_ips(), "--sync-period=1s"]);
+    daemon.settle();
+    let named = format!("delete it (iptables-legacy -t filter -D {rule})");
+    assert!(daemon.log().contains(&named), "{}", daemon.log());
+    for vip in ["[fd96::10]:80", "192.168.10.11:30080"] {
+        let to = vip.parse().unwrap();
+        wait_until(&format!("{vip} answers"), || {
+            topology.outside().enter(|| http_get(to)).is_ok()
+        });
+    }
+    node.tool(&format!("iptables-legacy -t filter -D {rule}"));
+    wait_until("all is as planned", as_planned);
+    answers();
+}

@@ -1,0 +1,170 @@
+//! The kinds of Services and of their addresses, the ways in which endpoints leave, and sysctls: with real traffic. The daemon
+//! follows the node's addresses itself, as it does where nobody gives it any.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+
+use tests::daemon::{Daemon, Manifests, service, slice, wait_until};
+use tests::netns::Namespace;
+use tests::topology::{Topology, pod_addresses};
+use tests::traffic::{Server, http_get};
+
+mod addresses;
+mod drains;
+mod sctp;
+mod sysctls;
+mod udp;
+
+/// ClusterIPs of the Service `web`.
+const WEB: [&str; 2] = ["10.96.0.10", "fd96::10"];
+const PORT: u16 = 80;
+const NODE_PORT: u16 = 30080;
+/// The port of the pods' servers.
+const TARGET: u16 = 8080;
+/// The pods' networks, as the topology has them.
+const CLUSTER_CIDR: &str = "--cluster-cidr=10.0.0.0/24,fd00:10::/64";
+
+struct Scene {
+    // First, so that it is gone before what it works on.
+    daemon: Option<Daemon>,
+    topology: Topology,
+    manifests: Manifests,
+    _servers: Vec<Server>,
+}
+
+impl Scene {
+    /// A node with pods that all serve, without a daemon.
+    fn new(pods: u8) -> Self {
+        let topology = Topology::new(pods);
+        Self {
+            daemon: None,
+            _servers: (0..pods).map(|pod| topology.serve(pod, TARGET)).collect(),
+            topology,
+            manifests: Manifests::new(),
+        }
+    }
+
+    /// The Service `web` with those pods as endpoints, more lines below its `spec`, and a daemon with these flags that serves it.
+    fn web(pods: u8, endpoints: &[u8], more: &str, flags: &[&str]) -> Self {
+        Self::serving(pods, endpoints, &web(more), flags)
+    }
+
+    /// As [`web`](Self::web), with the Service's whole text.
+    fn serving(pods: u8, endpoints: &[u8], service: &str, flags: &[&str]) -> Self {
+        let mut this = Self::new(pods);
+        this.manifests.write("web.yaml", service);
+        this.endpoints(endpoints);
+        this.launch(flags);
+        let vip = vips()[0];
+        this.topology.outside().enter(|| {
+            wait_until(&format!("{vip} answers"), || http_get(vip).is_ok());
+        });
+        this
+    }
+
+    fn launch(&mut self, flags: &[&str]) {
+        self.daemon = None;
+        let flags: Vec<&str> = [CLUSTER_CIDR]
+            .into_iter()
+            .chain(flags.iter().copied())
+            .collect();
+        self.daemon = Some(Daemon::start(self.topology.node(), &self.manifests, &flags));
+    }
+
+    /// Makes these pods the endpoints of `web`, without waiting.
+    fn endpoints(&self, pods: &[u8]) {
+        let ports = [("tcp", "TCP", TARGET), ("udp", "UDP", TARGET)];
+        self.manifests
+            .write("web-slices.yaml", &slices("web", &ports, pods));
+    }
+
+    /// The real servers of a virtual server as pod and weight, by `ipvsadm`; `None` when there is no such virtual server.
+    fn servers(&self, protocol: &str, vip: SocketAddr) -> Option<BTreeMap<u8, u32>> {
+        let saved = self.topology.node().tool("ipvsadm -Sn");
+        let vip = vip.to_string();
+        let lines = saved
+            .lines()
+            .map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let mut found = None;
+        for words in lines.filter(|words| words.get(1..3) == Some(&[protocol, vip.as_str()])) {
+            let servers: &mut BTreeMap<u8, u32> = found.get_or_insert_default();
+            if words[0] == "-a" {
+                servers.insert(pod_of(words[4]), words[7].parse().unwrap());
+            }
+        }
+        found
+    }
+
+    fn await_servers(&self, protocol: &str, vip: SocketAddr, wanted: &[(u8, u32)]) {
+        let wanted: BTreeMap<u8, u32> = wanted.iter().copied().collect();
+        wait_until(&format!("{protocol} {vip} has {wanted:?}"), || {
+            self.servers(protocol, vip).as_ref() == Some(&wanted)
+        });
+    }
+
+    /// The members of a set.
+    fn members(&self, set: &str) -> Vec<String> {
+        let text = self.topology.node().tool(&format!("ipset list {set}"));
+        let members = text.lines().skip_while(|line| *line != "Members:").skip(1);
+        members.map(str::to_owned).collect()
+    }
+
+    /// The addresses of a link of the node, IPv6 link-local ones left out.
+    fn addresses(&self, link: &str) -> Vec<IpAddr> {
+        let text = self
+            .topology
+            .node()
+            .tool(&format!("ip -o addr show dev {link}"));
+        let address = |line: &str| {
+            let with_length = line.split_whitespace().nth(3).unwrap();
+            with_length.split('/').next().unwrap().parse().unwrap()
+        };
+        let all = text.lines().map(address);
+        all.filter(|address| !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local()))
+            .collect()
+    }
+
+    /// Who asks: a pod (the one with that number), the node, the machine outside.
+    fn clients(&self, pod: u8) -> [(&'static str, &Namespace); 3] {
+        let topology = &self.topology;
+        [
+            ("pod", topology.pod(pod)),
+            ("node", topology.node()),
+            ("outside", topology.outside()),
+        ]
+    }
+}
+
+/// `web` by its ClusterIPs.
+fn vips() -> [SocketAddr; 2] {
+    WEB.map(|address| SocketAddr::new(address.parse().unwrap(), PORT))
+}
+
+/// The Service `web`, TCP and UDP, with more lines below its `spec`.
+fn web(more: &str) -> String {
+    let ports = [
+        ("tcp", "TCP", PORT, NODE_PORT),
+        ("udp", "UDP", PORT, NODE_PORT),
+    ];
+    service("web", &WEB, &ports) + more
+}
+
+/// A slice for each family.
+fn slices(service: &str, ports: &[(&str, &str, u16)], pods: &[u8]) -> String {
+    let family = |index: usize| {
+        let endpoints: Vec<_> = pods
+            .iter()
+            .map(|pod| (pod_addresses(*pod)[index], true, "node"))
+            .collect();
+        slice(&format!("{service}-{index}"), service, ports, &endpoints)
+    };
+    family(0) + &family(1)
+}
+
+/// The pod at an address and port.
+fn pod_of(text: &str) -> u8 {
+    let address = text.parse::<SocketAddr>().unwrap().ip();
+    (0..200)
+        .find(|pod| pod_addresses(*pod).contains(&address))
+        .unwrap()
+}

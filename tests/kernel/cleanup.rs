@@ -365,6 +365,8 @@ fn a_plan_is_compared_with_the_kernel() {
         "ipvsadm -d -t 192.168.10.11:30080 -r 10.0.0.3:8080",
         "ipset add KUBE-CLUSTER-IP 10.96.0.99,tcp:80",
         "ip address del fd96::10/128 dev kube-ipvs0",
+        "iptables-legacy -t nat -D KUBE-SERVICES -m addrtype ! --dst-type LOCAL -j RETURN",
+        "iptables-legacy -t nat -A KUBE-SERVICES -j RETURN",
     ] {
         node.tool(edit);
     }
@@ -376,6 +378,8 @@ fn a_plan_is_compared_with_the_kernel() {
         "+-a -t 10.96.0.10:80 -r 10.0.0.2:8080 -m -w 1",
         "+-a -t 192.168.10.11:30080 -r 10.0.0.3:8080 -m -w 1",
         "+fd96::10/128",
+        "-iptables -t nat -A KUBE-SERVICES -j RETURN",
+        "+iptables -t nat -A KUBE-SERVICES -m addrtype ! --dst-type LOCAL -j RETURN",
     ];
     let (code, said) = plan(&node, &manifests, &["--diff"]);
     assert_eq!(

@@ -124,7 +124,8 @@ pub struct Cleanup {
 /// The flags that shape the kernel's state, the same for `run` and `plan`.
 #[derive(Debug, Args)]
 pub struct Shape {
-    /// Addresses of the node, on which node ports are served; they override the Node object's
+    /// Addresses of the node, on which node ports are served; else `run` follows those of its links,
+    /// and `plan` takes the Node object's
     #[arg(long, value_name = "IP,IP,…", value_delimiter = ',', value_parser = address)]
     pub node_ips: Vec<IpAddr>,
     /// Networks of the pods, one for each family; what comes from elsewhere is masqueraded on
@@ -281,7 +282,7 @@ fn boolean(text: &str) -> Result<bool, String> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
         "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
-        _ => Err(format!("{text:?} is not true or false")),
+        _ => Err(format!("{text:?} is not one of true, false")),
     }
 }
 

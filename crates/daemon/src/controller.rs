@@ -258,7 +258,10 @@ impl<D: Dataplane> Controller<D> {
         }
         let stopped = self.settings.stop.load(Ordering::Relaxed);
         if self.adopted && !stopped && !std::mem::replace(&mut self.in_force, true) {
-            info!(failed = refused, "what the manifests say is in force");
+            match refused {
+                0 => info!("what the manifests say is in force"),
+                failed => warn!(failed, "not all of what the manifests say is in force"),
+            }
         }
     }
 

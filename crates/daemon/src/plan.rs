@@ -67,7 +67,20 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
         let read = kernel
             .read(planner.base())
             .map_err(|error| error.to_string())?;
-        let text = difference(&read, &state);
+        let mut text = difference(&read, &state);
+        for value in state.values() {
+            let Value::Rules(rules) = value else { continue };
+            let present = kernel
+                .tools()
+                .present(rules)
+                .map_err(|error| error.to_string())?;
+            let tool = tool(rules.family);
+            text.push_str(&lines_between(
+                &present.lines(),
+                &rules.lines(),
+                &format!("{tool} "),
+            ));
+        }
         return Ok(Planned {
             differs: !text.is_empty(),
             text,
@@ -166,37 +179,45 @@ fn rules(state: &State) -> String {
     let mut text = String::new();
     for value in state.values() {
         if let Value::Rules(rules) = value {
-            let tool = match rules.family {
-                Family::V4 => "iptables",
-                Family::V6 => "ip6tables",
-            };
+            let tool = tool(rules.family);
             let _ = write!(text, "# {tool}\n{}", rules.save_text());
         }
     }
     text
 }
 
-/// What the kernel has and should not have (`-`), and what it lacks (`+`), line by line. Real
-/// servers that drain are no difference.
+/// What the kernel has and should not have (`-`), and what it lacks (`+`), line by line, rules
+/// aside. Real servers that drain are no difference.
 fn difference(read: &State, wanted: &State) -> String {
-    let lines = |state: &State| -> BTreeSet<String> {
+    let lines = |state: &State| -> Vec<String> {
         let mut text = inspect::save(&servers(state), None);
         text.push_str(&sets(state));
         text.push_str(&addresses_of(state));
-        text.push_str(&rules(state));
         text.lines().map(str::to_owned).collect()
     };
     let mut read = read.clone();
     read.retain(|key, value| wanted.contains_key(key) || *value != Value::RealServer(0));
-    let (has, needs) = (lines(&read), lines(wanted));
+    lines_between(&lines(&read), &lines(wanted), "")
+}
+
+fn lines_between(has: &[String], needs: &[String], prefix: &str) -> String {
+    let (has, needs): (BTreeSet<&String>, BTreeSet<&String>) =
+        (has.iter().collect(), needs.iter().collect());
     let mut text = String::new();
     for line in has.difference(&needs) {
-        let _ = writeln!(text, "-{line}");
+        let _ = writeln!(text, "-{prefix}{line}");
     }
     for line in needs.difference(&has) {
-        let _ = writeln!(text, "+{line}");
+        let _ = writeln!(text, "+{prefix}{line}");
     }
     text
+}
+
+fn tool(family: Family) -> &'static str {
+    match family {
+        Family::V4 => "iptables",
+        Family::V6 => "ip6tables",
+    }
 }
 
 fn json(state: &State) -> String {

@@ -80,6 +80,14 @@ pub fn run(flags: &Run) -> Result<()> {
         families = families.len(),
         "started"
     );
+    if flags
+        .shape
+        .nodeport_addresses
+        .iter()
+        .any(|word| word.trim() == "localhost")
+    {
+        warn!("--nodeport-addresses localhost: IPVS serves no node port on loopback addresses");
+    }
     if families.len() == 1 {
         warn!("IPv6 is switched off on this node: IPv4 only");
     }

@@ -101,6 +101,23 @@ struct PresentTable {
 }
 
 impl Present {
+    /// The rules of our chains and the jumps to them, as `iptables` takes them:
+    /// `-t nat -A KUBE-SERVICES -j RETURN`.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        for (table, present) in &self.0 {
+            for (chain, rules) in present.jumps.iter().chain(&present.chains) {
+                lines.extend(
+                    rules
+                        .iter()
+                        .map(|rule| format!("-t {table} -A {chain} {rule}")),
+                );
+            }
+        }
+        lines
+    }
+
     /// No chain of the ruleset exists and nothing goes to one.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -282,6 +299,29 @@ impl Ruleset {
             line(&mut text, format_args!("COMMIT"));
         }
         text
+    }
+
+    /// The rules as [`Present::lines`] gives those of a host.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        for TableRules {
+            table,
+            chains,
+            jumps,
+        } in &self.tables
+        {
+            lines.extend(
+                jumps
+                    .iter()
+                    .map(|j| format!("-t {table} -A {} {}", j.from, j.rule)),
+            );
+            for chain in chains {
+                let line = |rule| format!("-t {table} -A {} {rule}", chain.name);
+                lines.extend(chain.rules.iter().map(line));
+            }
+        }
+        lines
     }
 
     /// The ruleset in the form of `iptables-save`, for reading. The built-in chains' own lines are

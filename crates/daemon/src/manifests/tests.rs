@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use ipvs_proxy_core::model::{Change, ObjectName};
 
 use super::*;
+use crate::translate::object_name;
 
 fn good(text: &str, format: Format) -> Vec<Placed> {
     let (placed, errors) = read_text("app.yaml", text, format);

@@ -63,6 +63,16 @@ fn run_names_the_module_to_load() {
 }
 
 #[test]
+fn each_part_that_the_kernel_lacks_is_named_with_its_module() {
+    without_ipvs(Path::new("true"), &[]);
+    let ipset = ipset_rs::Client::open().unwrap_err().to_string();
+    assert!(ipset.contains("modprobe ip_set"), "{ipset}");
+    let mut links = ipvs_proxy_dataplane::links::Links::open().unwrap();
+    let dummy = links.create().unwrap_err().to_string();
+    assert!(dummy.contains("modprobe dummy"), "{dummy}");
+}
+
+#[test]
 fn listings_fail_as_ipvsadms_do() {
     for words in [
         &["-Ln"] as &[&str],

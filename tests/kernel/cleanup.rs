@@ -235,6 +235,69 @@ fn what_is_not_ours_stays_as_it_was() {
 }
 
 #[test]
+fn a_mark_is_ours_by_its_set_alone() {
+    let node = Namespace::new();
+    let manifests = Manifests::new();
+    manifests.write("web.yaml", &web(30080, &[0, 1]));
+    let start = || {
+        let mut daemon = Daemon::start(&node, &manifests, &[&node_ips()]);
+        daemon.settle();
+        daemon
+    };
+    assert!(start().stop().success());
+    for foreign in [
+        "ipvsadm -A -f 7 -s wlc -p 60",
+        "ipvsadm -a -f 7 -r 10.1.0.4:0 -g -w 2",
+        "ipvsadm -A -f 8 -6 -s rr",
+        "ipvsadm -a -f 8 -6 -r [fd00:1::4]:0 -m -w 2",
+        // Of the mark that is ours, but of the other family.
+        "ipvsadm -A -f 4294967295 -6 -s rr",
+    ] {
+        node.tool(foreign);
+    }
+    let before = node.tool("ipvsadm -Sn");
+    let foreign: Vec<&str> = before
+        .lines()
+        .filter(|line| line.contains(" -f "))
+        .collect();
+    assert_eq!(foreign.len(), 5, "{before}");
+    // An earlier process left these.
+    let left_behind = || {
+        for ours in [
+            "ipset add KUBE-IPVS-MARKS 255.255.255.255",
+            "ipset add KUBE-IPVS-MARKS 0.0.0.9",
+            "ipset add KUBE-6-IPVS-MARKS ::9",
+            "ipvsadm -A -f 4294967295 -s rr",
+            "ipvsadm -a -f 4294967295 -r 10.0.0.2:8080 -m -w 1",
+            "ipvsadm -A -f 9 -6 -s rr",
+            "ipvsadm -a -f 9 -6 -r [fd00:10::2]:8080 -m -w 1",
+        ] {
+            node.tool(ours);
+        }
+    };
+    let marked = || -> Vec<String> {
+        let table = node.tool("ipvsadm -Sn");
+        let lines = table.lines().filter(|line| line.contains(" -f "));
+        lines.map(str::to_owned).collect()
+    };
+    left_behind();
+    assert_eq!(marked().len(), 9);
+    let daemon = start();
+    assert_eq!(marked(), foreign);
+    for set in ["KUBE-IPVS-MARKS", "KUBE-6-IPVS-MARKS"] {
+        let text = node.tool(&format!("ipset save {set}"));
+        assert_eq!(text.lines().count(), 1, "{text}");
+    }
+    assert!(daemon.stop().success());
+    left_behind();
+    let (code, said) = cleanup(&node);
+    assert_eq!(code, 0, "{said}");
+    assert_eq!(marked(), foreign);
+    assert_eq!(node.tool("ipset list -n"), "");
+    assert_eq!(node.tool("ipvsadm -Sn").lines().count(), foreign.len());
+}
+
+#[test]
 fn a_cleanup_does_not_touch_what_a_daemon_works_on() {
     let node = Namespace::new();
     let manifests = Manifests::new();
@@ -323,6 +386,73 @@ fn a_cleanup_names_the_rules_that_hold_a_set() {
     assert_eq!(node.tool("ipset list -n"), "");
 }
 
+#[test]
+fn a_cleanup_names_the_rules_that_hold_a_chain() {
+    let node = Namespace::new();
+    let manifests = Manifests::new();
+    manifests.write("web.yaml", &web(30080, &[0, 1]));
+    let mut daemon = Daemon::start(&node, &manifests, &[&node_ips()]);
+    daemon.settle();
+    assert!(daemon.stop().success());
+    for foreign in [
+        "iptables-legacy -t nat -N MINE",
+        "iptables-legacy -t nat -A MINE -j KUBE-MARK-MASQ",
+        "iptables-legacy -t nat -A MINE -p tcp -j KUBE-MARK-MASQ",
+        "ip6tables-legacy -N MINE",
+        "ip6tables-legacy -A MINE -g KUBE-FORWARD",
+    ] {
+        node.tool(foreign);
+    }
+    let commands = [
+        "iptables-legacy -t nat -D MINE -j KUBE-MARK-MASQ",
+        "iptables-legacy -t nat -D MINE -p tcp -j KUBE-MARK-MASQ",
+        "ip6tables-legacy -t filter -D MINE -g KUBE-FORWARD",
+    ];
+    let why = "a rule that is not ours goes to it: delete it";
+    let held = format!(
+        "ipvs-proxy: remove chain KUBE-MARK-MASQ of table nat: {why} ({} && {})\n\
+         ipvs-proxy: remove chain KUBE-FORWARD of table filter: {why} ({})\n",
+        commands[0], commands[1], commands[2]
+    );
+    let (code, said) = cleanup(&node);
+    assert!(
+        code == 1 && said.starts_with(&held) && said.ends_with(" things removed, 2 left\n"),
+        "{code}, {said}"
+    );
+    // There is nothing more that it could remove.
+    for _ in 0..2 {
+        let left = ours(&node);
+        let (code, said) = cleanup(&node);
+        let sum = "ipvs-proxy: 0 things removed, 2 left\n";
+        assert_eq!((code, said), (1, format!("{held}{sum}")));
+        assert_eq!(ours(&node), left);
+    }
+    // The chains are empty, and the rest is gone.
+    let left: Vec<(String, Vec<String>)> = ours(&node).into_iter().collect();
+    let declared = |chain: &str| format!(":{chain} -");
+    let rule = |command: &str| command.split_once(" -D ").unwrap().1.to_owned();
+    let added = |number: usize| format!("-A {}", rule(commands[number]));
+    assert_eq!(
+        left,
+        [
+            (
+                "ip6tables-legacy-save filter".to_owned(),
+                vec![declared("KUBE-FORWARD"), added(2)]
+            ),
+            (
+                "iptables-legacy-save nat".to_owned(),
+                vec![declared("KUBE-MARK-MASQ"), added(0), added(1)]
+            ),
+        ]
+    );
+    for command in commands {
+        node.tool(command);
+    }
+    let (code, said) = cleanup(&node);
+    assert_eq!((code, said.as_str()), (0, "ipvs-proxy: removed 2 things\n"));
+    assert_eq!(ours(&node), BTreeMap::new());
+}
+
 /// `plan` in a node's namespace, with more words.
 fn plan(node: &Namespace, manifests: &Manifests, words: &[&str]) -> (i32, String) {
     let node_ips = node_ips();
@@ -397,7 +527,7 @@ fn a_plan_is_compared_with_the_kernel() {
     // ClusterIP and node port, TCP and UDP, two families.
     assert_eq!(
         (code, list("virtualServers").len(), list("sets").len()),
-        (0, 8, 38)
+        (0, 8, 40)
     );
     for server in list("virtualServers") {
         assert_eq!(

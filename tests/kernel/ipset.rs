@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr};
 
-use ipset_rs::{Change, Client, Entry, Error, SetName, SetSpec, SetType};
+use ipset_rs::{
+    Change, Client, Counters, Entry, Error, Options, SetName, SetSpec, SetType, SkbInfo,
+};
 use ipvs_proxy_netlink::{Family, Protocol};
 use tests::netns::Namespace;
 
@@ -93,6 +95,18 @@ fn every_type_and_family_reads_back() {
             ],
         ),
         (
+            SetType::HashNet(Family::V4),
+            vec![
+                Entry::Net(net, 16),
+                Entry::Net(b, 32),
+                Entry::Net(ip("128.0.0.0"), 1),
+            ],
+        ),
+        (
+            SetType::HashNet(Family::V6),
+            vec![Entry::Net(net6, 48), Entry::Net(b6, 128)],
+        ),
+        (
             SetType::BitmapPort,
             vec![Entry::Port(0), Entry::Port(30000), Entry::Port(65535)],
         ),
@@ -166,12 +180,14 @@ create PORTS bitmap:port range 0-65535
 create RANGE bitmap:port range 100-200
 create TIMED hash:ip family inet timeout 100
 create NET hash:net family inet6
+create COMMENTED hash:net comment counters
 create LIST list:set
 add PLAIN 10.0.0.1,tcp:80
 add PORTS 80
 add RANGE 150
 add TIMED 10.0.0.1
 add NET fd00::/64
+add COMMENTED 10.0.0.0/8
 add LIST PLAIN
 ";
     node.tool_with_input("ipset restore", written);
@@ -209,10 +225,23 @@ add LIST PLAIN
             ),
             ("RANGE".into(), "bitmap:port", None, None, vec![]),
             ("TIMED".into(), "hash:ip", v4, None, vec![]),
-            ("NET".into(), "hash:net", Some(Family::V6), None, vec![]),
+            (
+                "NET".into(),
+                "hash:net",
+                Some(Family::V6),
+                Some(SetType::HashNet(Family::V6)),
+                vec![Entry::Net(ip("fd00::"), 64)]
+            ),
+            ("COMMENTED".into(), "hash:net", v4, None, vec![]),
             ("LIST".into(), "list:set", None, None, vec![]),
         ]
     );
+    let extensions: Vec<_> = sets
+        .iter()
+        .map(|(set, _)| (set.timeout_s, set.counters))
+        .filter(|extensions| *extensions != (None, false))
+        .collect();
+    assert_eq!(extensions, [(Some(100), false), (None, true)]);
     // The list of sets uses PLAIN.
     assert_eq!(sets.first().map(|(set, _)| set.references), Some(1));
     // Sets that the tool made, of another revision, are adopted by creating them again.
@@ -340,7 +369,6 @@ fn refusals_say_why() {
     all(&mut client, &[Change::Create(spec)]);
     let everywhere = Entry::IpPortNet(ip("10.0.0.1"), Protocol::Tcp, 80, ip("0.0.0.0"), 0);
     for (change, error) in [
-        (Change::Add(net, everywhere), "IPSET_ERR_INVALID_CIDR"),
         (Change::Add(set, Entry::Port(80)), "IPSET_ERR_PROTOCOL"),
         (
             Change::Add(set, Entry::Ip(ip("fd00::1"))),
@@ -352,6 +380,48 @@ fn refusals_say_why() {
             Err(Error::Invalid(error)),
             "{change:?}"
         );
+    }
+
+    // What the kernel would take for something else, or refuse without a word about the field.
+    let counted = Options {
+        counters: Some(Counters {
+            packets: 1,
+            bytes: u64::MAX,
+        }),
+        ..Options::default()
+    };
+    let exception = Options {
+        nomatch: true,
+        ..Options::default()
+    };
+    let empty = SetSpec {
+        max_elements: 0,
+        ..spec
+    };
+    for (change, message) in [
+        (
+            Change::Add(net, everywhere),
+            "prefix is 0.0.0.0/0: 1 to 32 for IPv4, 1 to 128 for IPv6",
+        ),
+        (
+            Change::Remove(net, Entry::Net(ip("fd00::"), 129)),
+            "prefix is fd00::/129: 1 to 32 for IPv4, 1 to 128 for IPv6",
+        ),
+        (
+            Change::AddWith(set, entry, counted),
+            "bytes is 18446744073709551615: at most 18446744073709551614",
+        ),
+        (
+            Change::AddWith(set, entry, exception),
+            "nomatch is 10.0.0.1: only an entry with a network can be an exception",
+        ),
+        (
+            Change::Create(empty),
+            "max_elements is 0: a set takes at least 1 entry",
+        ),
+    ] {
+        let refused = one(&mut client, change).expect_err("a bad value");
+        assert_eq!(refused.to_string(), message, "{change:?}");
     }
 
     let rule = "-t filter -I OUTPUT -m set --match-set SMALL dst -j ACCEPT";
@@ -412,4 +482,258 @@ fn a_refused_entry_stops_no_other() {
     let (_, entries) = client.list(&full).expect("the set");
     assert_eq!((refused + done, entries.len() + 2), (changes.len(), done));
     assert!(refused >= 100, "{refused}");
+}
+
+/// `create` and `add` lines of `ipset save`, without what newer kernels choose by themselves.
+fn saved(node: &Namespace) -> Vec<String> {
+    let saved = node.tool("ipset save -sorted");
+    let lines = saved
+        .lines()
+        .map(|line| match line.split_once(" bucketsize ") {
+            Some((line, _)) => line.to_owned(),
+            None => line.to_owned(),
+        });
+    lines.collect()
+}
+
+/// Options in all combinations that matter, as `ipset save` has them.
+const EXTENDED: &str = "\
+create ALL hash:net family inet hashsize 64 maxelem 100 counters skbinfo
+add ALL 10.0.0.0/8 packets 18446744073709551614 bytes 4 skbmark 0x1/0xff skbprio 1:a skbqueue 3
+add ALL 10.1.0.0/16 nomatch packets 0 bytes 0
+add ALL 10.2.0.1 packets 0 bytes 0 skbmark 0x5
+create COUNTED bitmap:port range 0-65535 counters
+add COUNTED 80 packets 7 bytes 420
+create EXCEPT hash:ip,port,net family inet6 hashsize 64 maxelem 100
+add EXCEPT fd00::1,tcp:80,fd01::/48 nomatch
+add EXCEPT fd00::1,tcp:80,fd01::/16
+create MARKED hash:ip,port family inet hashsize 64 maxelem 100 skbinfo
+add MARKED 10.0.0.1,udp:53 skbmark 0x0/0xf skbprio ffff:ffff skbqueue 65535
+";
+
+fn extended() -> Vec<(SetSpec, Vec<(Entry, Options)>)> {
+    let spec = |set, kind, counters, skbinfo| SetSpec {
+        hash_size: 64,
+        max_elements: 100,
+        counters,
+        skbinfo,
+        ..SetSpec::new(name(set), kind)
+    };
+    let counted = |packets, bytes| Options {
+        counters: Some(Counters { packets, bytes }),
+        ..Options::default()
+    };
+    let exception = |options| Options {
+        nomatch: true,
+        ..options
+    };
+    let skb = |mark, mask, priority, queue| SkbInfo {
+        mark,
+        mask,
+        priority,
+        queue,
+    };
+    let (tcp, a6) = (Protocol::Tcp, ip("fd00::1"));
+    vec![
+        (
+            spec("ALL", SetType::HashNet(Family::V4), true, true),
+            vec![
+                (
+                    Entry::Net(ip("10.0.0.0"), 8),
+                    Options {
+                        skbinfo: skb(1, 0xff, (1, 10), 3),
+                        ..counted(u64::MAX - 1, 4)
+                    },
+                ),
+                (Entry::Net(ip("10.1.0.0"), 16), exception(counted(0, 0))),
+                (
+                    Entry::Net(ip("10.2.0.1"), 32),
+                    Options {
+                        skbinfo: skb(5, u32::MAX, (0, 0), 0),
+                        ..counted(0, 0)
+                    },
+                ),
+            ],
+        ),
+        (
+            spec("COUNTED", SetType::BitmapPort, true, false),
+            vec![(Entry::Port(80), counted(7, 420))],
+        ),
+        (
+            spec("EXCEPT", SetType::HashIpPortNet(Family::V6), false, false),
+            vec![
+                (
+                    Entry::IpPortNet(a6, tcp, 80, ip("fd01::"), 48),
+                    exception(Options::default()),
+                ),
+                (
+                    Entry::IpPortNet(a6, tcp, 80, ip("fd01::"), 16),
+                    Options::default(),
+                ),
+            ],
+        ),
+        (
+            spec("MARKED", SetType::HashIpPort(Family::V4), false, true),
+            vec![(
+                Entry::IpPort(ip("10.0.0.1"), Protocol::Udp, 53),
+                Options {
+                    skbinfo: skb(0, 0xf, (u16::MAX, u16::MAX), u16::MAX),
+                    ..Options::default()
+                },
+            )],
+        ),
+    ]
+}
+
+#[test]
+fn options_are_the_tools_both_ways() {
+    let text: BTreeSet<String> = EXTENDED.lines().map(str::to_owned).collect();
+
+    let node = Namespace::new();
+    let mut client = open(&node);
+    let mut changes = Vec::new();
+    for (spec, members) in extended() {
+        changes.push(Change::Create(spec));
+        let add = |(entry, options)| Change::AddWith(spec.name, entry, options);
+        changes.extend(members.into_iter().map(add));
+    }
+    all(&mut client, &changes);
+    assert_eq!(BTreeSet::from_iter(saved(&node)), text);
+
+    let other = Namespace::new();
+    other.tool_with_input("ipset restore", EXTENDED);
+    for node in [&node, &other] {
+        let mut client = open(node);
+        for (spec, mut members) in extended() {
+            let (set, mut listed) = client.list_with_options(&spec.name).expect("the set");
+            listed.sort_unstable();
+            members.sort_unstable();
+            assert_eq!(listed, members, "{}", spec.name);
+            assert_eq!(
+                (set.kind, set.counters, set.skbinfo, set.timeout_s),
+                (Some(spec.kind), spec.counters, spec.skbinfo, None)
+            );
+        }
+    }
+
+    // What is added again has the new options; counters stay unless they are given.
+    let all_set = name("ALL");
+    let net = Entry::Net(ip("10.0.0.0"), 8);
+    let spec = extended().remove(0).0;
+    all(
+        &mut client,
+        &[Change::Create(spec), Change::Add(all_set, net)],
+    );
+    let (_, members) = client.list_with_options(&all_set).expect("the set");
+    let again = members.iter().find(|(entry, _)| *entry == net);
+    let counters = Some(Counters {
+        packets: u64::MAX - 1,
+        bytes: 4,
+    });
+    let kept = Options {
+        counters,
+        ..Options::default()
+    };
+    assert_eq!(again, Some(&(net, kept)));
+
+    // The same set with other extensions is another set.
+    let without = SetSpec {
+        skbinfo: false,
+        ..spec
+    };
+    assert_eq!(
+        one(&mut client, Change::Create(without)),
+        Err(Error::Exists)
+    );
+
+    // A set without the extension refuses it, and only that entry.
+    let plain = name("EXCEPT");
+    let entry = |port| Entry::IpPortNet(ip("fd00::1"), Protocol::Tcp, port, ip("fd02::"), 16);
+    let marked = Options {
+        skbinfo: SkbInfo {
+            queue: 1,
+            ..SkbInfo::default()
+        },
+        ..Options::default()
+    };
+    assert_eq!(
+        client.change(&[
+            Change::Add(plain, entry(1)),
+            Change::AddWith(plain, entry(2), kept),
+            Change::AddWith(plain, entry(3), marked),
+            Change::Add(plain, entry(4)),
+        ]),
+        [
+            Ok(()),
+            Err(Error::Invalid("IPSET_ERR_COUNTER")),
+            Err(Error::Invalid("IPSET_ERR_SKBINFO")),
+            Ok(()),
+        ]
+    );
+    let there = |client: &mut Client, port| client.contains(&plain, &entry(port));
+    let found = [1, 2, 3, 4].map(|port| there(&mut client, port));
+    assert_eq!(found, [Ok(true), Ok(false), Ok(false), Ok(true)]);
+    // An exception is no member.
+    let of_all = |address| Entry::Net(ip(address), 32);
+    let found = ["10.9.0.1", "10.1.0.1", "11.0.0.1"];
+    let found = found.map(|address| client.contains(&all_set, &of_all(address)));
+    assert_eq!(found, [Ok(true), Ok(false), Ok(false)]);
+    assert_eq!(client.contains(&name("ABSENT"), &net), Err(Error::NoSet));
+}
+
+#[test]
+fn two_sets_are_swapped() {
+    let node = Namespace::new();
+    let mut client = open(&node);
+    let (a, b) = (name("A"), name("B"));
+    let kind = SetType::HashIp(Family::V4);
+    let entry = |number| Entry::Ip(numbered(number));
+    let spec = |set, max_elements| SetSpec {
+        max_elements,
+        ..SetSpec::new(set, kind)
+    };
+    // A refused entry before a swap is tried again before it, not behind it.
+    let bad = Entry::Ip(ip("fd00::1"));
+    let changes = [
+        Change::Create(spec(a, 10)),
+        Change::Create(spec(b, 20)),
+        Change::Add(a, entry(1)),
+        Change::Add(a, bad),
+        Change::Swap(a, b),
+        Change::Add(a, entry(2)),
+    ];
+    for (change, result) in changes.iter().zip(client.change(&changes)) {
+        let refused = *change == Change::Add(a, bad);
+        assert_eq!(result.is_err(), refused, "{change:?}: {result:?}");
+    }
+    let held = |client: &mut Client, set| {
+        let (header, entries) = client.list(&set).expect("the set");
+        (header.max_elements, entries)
+    };
+    assert_eq!(held(&mut client, a), (20, vec![entry(2)]));
+    assert_eq!(held(&mut client, b), (10, vec![entry(1)]));
+
+    // A rule goes on looking into the name.
+    node.tool("iptables-legacy -I OUTPUT -m set --match-set A dst -j ACCEPT");
+    all(&mut client, &[Change::Swap(b, a), Change::Destroy(b)]);
+    assert_eq!(held(&mut client, a), (10, vec![entry(1)]));
+    let header = client.list(&a).expect("the set").0;
+    assert_eq!(header.references, 1);
+
+    let ports = name("PORTS");
+    all(
+        &mut client,
+        &[Change::Create(SetSpec::new(ports, SetType::BitmapPort))],
+    );
+    for (change, error) in [
+        (Change::Swap(a, b), Error::NoSet),
+        (Change::Swap(b, a), Error::NoSet),
+        (
+            Change::Swap(a, ports),
+            Error::Invalid("IPSET_ERR_TYPE_MISMATCH"),
+        ),
+    ] {
+        assert_eq!(one(&mut client, change), Err(error), "{change:?}");
+    }
+    assert_eq!(held(&mut client, a), (10, vec![entry(1)]));
 }

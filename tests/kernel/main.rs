@@ -10,15 +10,24 @@
 mod audit;
 mod bad_input;
 mod cleanup;
+mod configuration;
+mod crash;
+mod driver;
 mod events;
+mod foreign;
+mod growth;
 mod ipset;
 mod iptables;
 mod ipvs;
 mod kinds;
+mod order;
+mod reports;
 mod rules;
 mod state;
 mod topology;
 mod traffic;
+#[path = "../../crates/proxy/tests/world/mod.rs"]
+mod world;
 
 /// The tools whose rules this kernel takes.
 fn tools() -> ipvs_proxy_iptables::Tools {

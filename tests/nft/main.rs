@@ -6,6 +6,7 @@
 
 #[path = "../kernel/iptables.rs"]
 mod iptables;
+mod notices;
 #[path = "../kernel/rules.rs"]
 mod rules;
 

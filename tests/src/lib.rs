@@ -2,6 +2,8 @@
 //!
 //! * `guest` and `guest-init` (programs): run a command in a guest kernel that has IPVS
 //! * [`daemon`]: the daemon as its users start it
+//! * `unharmed` (program): runs a command and fails when it changed what other software has in the kernel
+//! * [`foreign`]: that other software's things
 //! * [`netns`]: network namespaces of this process
 //! * [`strace`], [`tap`]: what a process asks of the kernel, seen from outside of it
 //! * [`topology`]: one node, its pods and an outside client, as namespaces
@@ -21,6 +23,7 @@
 //! Everything here panics when the kernel refuses: a test that can't be set up has failed.
 
 pub mod daemon;
+pub mod foreign;
 pub mod netns;
 pub mod strace;
 pub mod tap;
@@ -31,6 +34,11 @@ use std::path::Path;
 
 /// Set to 1 to let kernel tests run on this machine's kernel: for those that need no IPVS, in a namespace of their own.
 pub const HERE: &str = "KERNEL_TESTS_HERE";
+
+/// Whether the tests may take minutes: `hack/test --long`.
+pub fn long() -> bool {
+    std::env::var_os("TESTS_LONG").is_some()
+}
 
 /// Panics outside of a guest: kernel tests change what they find, and must not pass by not running. [`HERE`] allows it.
 pub fn require_guest() {

@@ -32,6 +32,13 @@ impl Namespace {
         Self { file }
     }
 
+    /// The one of the calling thread.
+    pub fn current() -> Self {
+        crate::require_guest();
+        let file = File::open("/proc/thread-self/ns/net").expect("the namespace's file");
+        Self { file }
+    }
+
     /// Runs `body` on a thread inside the namespace, and waits for it. A panic in it is a panic here.
     /// Inside, `/proc/sys/net` is the namespace's; of `/proc/net` use `/proc/thread-self/net`.
     pub fn enter<T: Send>(&self, body: impl FnOnce() -> T + Send) -> T {

@@ -5,6 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, anyhow};
 use ipvs_proxy_core::op::{Dataplane as _, Outcome};
 use ipvs_proxy_core::planner::Planner;
+use ipvs_proxy_dataplane::growth::GROWING;
 use ipvs_proxy_dataplane::kernel::Kernel;
 use ipvs_proxy_netlink::Family;
 
@@ -21,6 +22,13 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
     let mut kernel = Kernel::open(&Family::ALL, flags.iptables_backend)?;
     let mut planner = Planner::of_nothing();
     let (mut removed, mut left) = (0, 0);
+    match kernel.remove_leftover() {
+        Ok(found) => removed += usize::from(found),
+        Err(error) => {
+            left += 1;
+            eprintln!("ipvs-proxy: remove set {GROWING}: {error}");
+        }
+    }
     planner.resync(kernel.read_whatever()?, true, Instant::now());
     loop {
         let now = Instant::now();
@@ -39,6 +47,10 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
             }
         }
         planner.commit(ops.into_iter().zip(outcomes), now);
+    }
+    for held in kernel.held_chains()? {
+        left += 1;
+        eprintln!("ipvs-proxy: {held}");
     }
     match left {
         0 => Ok(removed),

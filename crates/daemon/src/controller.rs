@@ -18,10 +18,13 @@ use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_core::state::{Key, State};
 use ipvs_proxy_dataplane::addresses::AddressNotice;
 use ipvs_proxy_dataplane::sysctl;
+use ipvs_proxy_dataplane::timeouts::Timeouts;
 use tracing::{debug, error, info, warn};
 
 use crate::cli::Drift;
 use crate::drains::Drains;
+use crate::findings::{self, Finding};
+use crate::hurry::Hurry;
 use crate::manifests::{Problem, Source};
 
 /// What wakes the loop.
@@ -31,6 +34,8 @@ pub enum Event {
     Manifests,
     /// Addresses of the node changed.
     Addresses(Vec<AddressNotice>),
+    /// Somebody else changed iptables rules.
+    Rules,
     /// It is time to stop; the kernel's state stays.
     Stop,
 }
@@ -49,6 +54,8 @@ pub struct Settings {
     pub sync_period: Duration,
     /// Whether the sysctls of strict ARP are kept, too.
     pub strict_arp: bool,
+    /// The timeouts of IPVS that are kept, too.
+    pub timeouts: Timeouts,
     /// What to do with what somebody else changed.
     pub drift: Drift,
     /// Where deadlines of drains are kept.
@@ -66,7 +73,7 @@ pub struct Controller<D> {
     adopted: bool,
     /// All was written once, as far as the kernel took it.
     in_force: bool,
-    /// Every source had listed when the kernel was read last.
+    /// Every source had listed when the kernel was read last, the node's addresses being one.
     pruned: bool,
     /// The kernel must be read, but not before this.
     read_at: Option<Instant>,
@@ -77,8 +84,10 @@ pub struct Controller<D> {
     /// When the next audit begins.
     audit_at: Instant,
     audit: Option<Reading>,
+    /// An audit although its time has not come: rules changed.
+    hurry: Hurry,
     /// What the last audit found and left alone.
-    reported: BTreeSet<Key>,
+    reported: BTreeSet<Finding>,
     /// The sysctls that are not as they must be and can't be set, as told.
     sysctls: BTreeSet<String>,
     /// The number of the drains as the file has them.
@@ -87,8 +96,16 @@ pub struct Controller<D> {
 
 impl<D: Dataplane> Controller<D> {
     /// A loop that has read nothing yet.
-    pub fn new(source: Source, planner: Planner, kernel: D, settings: Settings) -> Controller<D> {
+    pub fn new(
+        source: Source,
+        mut planner: Planner,
+        kernel: D,
+        settings: Settings,
+    ) -> Controller<D> {
         let now = Instant::now();
+        if settings.follow_addresses {
+            planner.await_node_addresses();
+        }
         Controller {
             source,
             planner,
@@ -101,6 +118,7 @@ impl<D: Dataplane> Controller<D> {
             last_read: None,
             audit_at: now + settings.sync_period,
             audit: None,
+            hurry: Hurry::default(),
             reported: BTreeSet::new(),
             sysctls: BTreeSet::new(),
             drains_written: 0,
@@ -131,6 +149,7 @@ impl<D: Dataplane> Controller<D> {
             match events.recv_timeout(wait) {
                 Ok(Event::Manifests) => self.rescan(),
                 Ok(Event::Addresses(notices)) => self.note_addresses(&notices),
+                Ok(Event::Rules) => self.hurry.note(Instant::now()),
                 Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => self.audit_some(),
             }
@@ -144,7 +163,11 @@ impl<D: Dataplane> Controller<D> {
             return Duration::ZERO;
         }
         let deadlines = self.planner.next_deadline().into_iter().chain(self.read_at);
-        let next = deadlines.chain([self.audit_at]).min();
+        // No audit begins before the kernel was read.
+        let audit = self.hurry.at().into_iter().chain([self.audit_at]);
+        let next = deadlines
+            .chain(audit.filter(|_| self.read_at.is_none()))
+            .min();
         next.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
     }
 
@@ -154,12 +177,22 @@ impl<D: Dataplane> Controller<D> {
             match problem {
                 Problem::BadFile { .. } | Problem::Unreachable { .. } => error!("{problem}"),
                 Problem::Refused { .. } | Problem::Twice { .. } => warn!("{problem}"),
+                Problem::Mended { .. } => info!("{problem}"),
             }
         }
         changes
             .into_iter()
             .for_each(|change| self.planner.apply(change));
-        if !self.pruned && self.source.is_complete() {
+        self.read_to_prune();
+    }
+
+    /// Whether what nobody claims may go: all that could claim it has been listed.
+    fn may_prune(&self) -> bool {
+        self.source.is_complete() && !self.planner.awaits_node_addresses()
+    }
+
+    fn read_to_prune(&mut self) {
+        if !self.pruned && self.may_prune() {
             self.read_at = Some(Instant::now());
         }
     }
@@ -170,7 +203,13 @@ impl<D: Dataplane> Controller<D> {
             return;
         }
         match self.kernel.node_addresses() {
-            Ok(addresses) => self.planner.apply(Change::NodeAddresses(addresses)),
+            Ok(addresses) => {
+                let awaited = self.planner.awaits_node_addresses();
+                self.planner.apply(Change::NodeAddresses(addresses));
+                if awaited && self.adopted {
+                    self.read_to_prune();
+                }
+            }
             Err(error) => {
                 error!(%error, "the node's addresses could not be listed; node ports stay");
                 self.audit_at = self.audit_at.min(Instant::now() + READ_AGAIN);
@@ -196,7 +235,7 @@ impl<D: Dataplane> Controller<D> {
                 }
             };
             // A change of our own is known already.
-            if self.planner.holds_address(address) != added {
+            if self.planner.holds(&Key::Address(address)) != added {
                 self.audit_at = self
                     .audit_at
                     .min(Instant::now() + Duration::from_millis(100));
@@ -231,6 +270,9 @@ impl<D: Dataplane> Controller<D> {
             for conflict in self.planner.take_conflicts() {
                 warn!("{conflict}");
             }
+            for takeover in self.planner.take_takeovers() {
+                info!("{takeover}");
+            }
             let ops = self.planner.next(now);
             if ops.is_empty() {
                 break;
@@ -252,6 +294,7 @@ impl<D: Dataplane> Controller<D> {
             self.planner.commit(ops.into_iter().zip(outcomes), now);
             self.forget_flows();
         }
+        findings::tell_drains(&self.planner.take_drain_news(), Instant::now());
         if done + refused > 0 {
             let took_ms = started.elapsed().as_millis();
             info!(ops = done, failed = refused, took_ms, "applied");
@@ -280,11 +323,12 @@ impl<D: Dataplane> Controller<D> {
     /// Reads all at once and takes it in: at start, and after a doubt.
     fn read(&mut self, now: Instant) {
         self.audit = None;
+        self.hurry.begun(now);
         self.last_read = Some(now);
         match self.planner.read_agreed(&mut self.kernel) {
             Ok(state) => {
                 info!(items = state.len(), "read the kernel");
-                self.pruned = self.source.is_complete();
+                self.pruned = self.may_prune();
                 self.planner.resync(state, self.pruned, now);
                 self.adopted = true;
                 self.read_error = None;
@@ -305,10 +349,12 @@ impl<D: Dataplane> Controller<D> {
     /// One part of an audit, when it is time for one.
     fn audit_some(&mut self) {
         let now = Instant::now();
-        if !self.adopted || self.read_at.is_some() || self.audit.is_none() && self.audit_at > now {
+        let due = self.audit_at <= now || self.hurry.at().is_some_and(|at| at <= now);
+        if !self.adopted || self.read_at.is_some() || self.audit.is_none() && !due {
             return;
         }
         if self.audit.is_none() {
+            self.hurry.begun(now);
             self.set_sysctls();
             self.list_addresses();
             self.planner.begin_reading();
@@ -324,8 +370,13 @@ impl<D: Dataplane> Controller<D> {
         }
     }
 
-    /// Sets the sysctls that differ. What can't be set is told once, and again when it is another.
+    /// Sets the timeouts and the sysctls that differ. What can't be set is told once, and again when it is another.
     fn set_sysctls(&mut self) {
+        match self.settings.timeouts.keep() {
+            Ok(None) => {}
+            Ok(Some(were)) => info!(?were, "set the timeouts of IPVS"),
+            Err(error) => error!(%error, "the timeouts of IPVS are not as they must be"),
+        }
         let failed = sysctl::set(self.settings.strict_arp);
         let told = std::mem::take(&mut self.sysctls);
         for failure in failed {
@@ -353,14 +404,11 @@ impl<D: Dataplane> Controller<D> {
         };
         let also = self.planner.differing(&again);
         drift.retain(|key| also.contains(key));
-        for key in drift.difference(&self.reported) {
-            let service = self.planner.owner(key).map(ToString::to_string);
-            let there = again.contains_key(key);
-            warn!(service, %key, there, "changed by somebody else");
-        }
+        let found = findings::of_drift(&drift, &again, &self.planner, &mut self.kernel);
+        findings::tell(&found, &self.reported, &self.planner);
         match self.settings.drift {
             Drift::Repair => self.planner.adopt(&drift, &again, now),
-            Drift::Report => self.reported = drift,
+            Drift::Report => self.reported = found,
         }
     }
 

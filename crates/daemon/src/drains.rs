@@ -23,8 +23,8 @@ struct Line {
     protocol: u8,
     real_server_address: IpAddr,
     real_server_port: u16,
-    /// Seconds since 1970.
-    until: u64,
+    /// Milliseconds since 1970.
+    until_ms: u64,
 }
 
 /// The file of deadlines.
@@ -57,7 +57,7 @@ impl Drains {
         Ok(lines
             .into_iter()
             .map(|line| {
-                let until = UNIX_EPOCH + Duration::from_secs(line.until);
+                let until = UNIX_EPOCH + Duration::from_millis(line.until_ms);
                 let left = until.duration_since(wall).unwrap_or_default();
                 let vs = VirtualServerKey::Address {
                     address: line.address,
@@ -90,16 +90,14 @@ impl Drains {
                     return None;
                 };
                 let until = wall + at.saturating_duration_since(now);
+                let since_1970 = until.duration_since(UNIX_EPOCH).unwrap_or_default();
                 Some(Line {
                     address,
                     port,
                     protocol: protocol.number(),
                     real_server_address: rs.address,
                     real_server_port: rs.port,
-                    until: until
-                        .duration_since(UNIX_EPOCH)
-                        .unwrap_or_default()
-                        .as_secs(),
+                    until_ms: since_1970.as_millis().try_into().unwrap_or(u64::MAX),
                 })
             })
             .collect();

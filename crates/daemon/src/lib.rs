@@ -1,8 +1,11 @@
 //! The parts of the daemon: what comes in, what is shown, and what runs between them.
 //!
 //! - [`cli`]: the command line
+//! - [`config`]: the configuration file and the flags together
 //! - [`run`] and [`controller`]: the daemon
+//! - [`init`]: what needs more privilege than the rest
 //! - [`drains`]: the deadlines of drains, kept over a restart
+//! - [`findings`]: what the log says of drift and of drains
 //! - [`place`]: the folder under /run
 //! - [`cleanup`]: removes all that is ours
 //! - [`plan`]: the dry run
@@ -23,8 +26,12 @@
 
 pub mod cleanup;
 pub mod cli;
+pub mod config;
 pub mod controller;
 pub mod drains;
+pub mod findings;
+mod hurry;
+pub mod init;
 pub mod inspect;
 pub mod manifests;
 pub mod place;

@@ -5,8 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 use ipvs_proxy::cli::{self, Cleanup, Cli, Command, LogFormat, Plan, Run};
-use ipvs_proxy::{cleanup, inspect, plan, run};
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy::{cleanup, config, init, inspect, plan, run};
 
 /// A command line that can't be used.
 const USAGE: u8 = 2;
@@ -23,7 +22,8 @@ fn main() -> ExitCode {
             .collect();
         return inspect::run(&arguments);
     }
-    let cli = match Cli::try_parse() {
+    let words = cli::with_hyphens(std::env::args_os());
+    let cli = match Cli::try_parse_from(words) {
         Ok(cli) => cli,
         Err(error) if error.exit_code() == 0 => {
             // Help and version; nobody may be listening.
@@ -44,18 +44,38 @@ fn main() -> ExitCode {
 }
 
 fn run_command(flags: &Run) -> ExitCode {
-    if let Err(error) = flags.shape.config(&Family::ALL) {
-        eprintln!("ipvs-proxy: {error}");
-        return ExitCode::from(USAGE);
+    if flags.cleanup == Some(true) {
+        return cleanup_command(&Cleanup {
+            iptables_backend: flags.iptables_backend.unwrap_or_default(),
+        });
     }
+    let loaded = match config::load(flags) {
+        Ok(loaded) => loaded,
+        Err(problems) => {
+            for problem in problems {
+                eprintln!("ipvs-proxy: {problem}");
+            }
+            return ExitCode::from(USAGE);
+        }
+    };
+    let settings = &loaded.settings;
     let log = tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
+        .with_max_level(settings.log_level())
         .with_target(false);
-    match flags.log_format {
+    match settings.log_format {
         LogFormat::Text => log.with_ansi(false).init(),
         LogFormat::Json => log.json().flatten_event(true).init(),
     }
-    match run::run(flags) {
+    for warning in &loaded.warnings {
+        tracing::warn!("{warning}");
+    }
+    let ended = match &flags.write_config_to {
+        Some(path) => loaded.write(path),
+        None if flags.init_only == Some(true) => init::init(settings),
+        None => run::run(settings, flags),
+    };
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error:#}");
@@ -95,7 +115,9 @@ fn plan_command(flags: &Plan) -> ExitCode {
             }
         }
         Err(error) => {
-            eprintln!("ipvs-proxy: {error}");
+            for line in error.lines() {
+                eprintln!("ipvs-proxy: {line}");
+            }
             ExitCode::from(USAGE)
         }
     }

@@ -14,7 +14,8 @@ use ipvs_proxy_dataplane::kernel::Kernel;
 use ipvs_proxy_netlink::Family;
 use serde_json::json;
 
-use crate::cli::{Output, Plan};
+use crate::cli::{Output, Plan, Run};
+use crate::config;
 use crate::inspect;
 use crate::manifests::{Problem, Source};
 
@@ -36,10 +37,15 @@ pub struct Planned {
 /// # Errors
 /// Where flags contradict each other, or where a kernel to compare with can't be read.
 pub fn plan(flags: &Plan) -> Result<Planned, String> {
-    let node = flags.shape.node();
+    let flags_of_run = Run {
+        shape: flags.shape.clone(),
+        ..Run::default()
+    };
+    let loaded = config::load(&flags_of_run).map_err(|problems| problems.join("\n"))?;
+    let node = loaded.settings.node();
     let mut source = Source::new(flags.manifests.clone(), &flags.node_name, node.is_none());
     let (changes, found) = source.rescan();
-    let mut planner = Planner::new(flags.shape.config(&Family::ALL)?);
+    let mut planner = Planner::new(loaded.settings.config);
     if let Some(node) = node {
         planner.apply(Change::Node(node));
     }
@@ -47,10 +53,11 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
     let lost = |problem: &Problem| match problem {
         Problem::BadFile { error, .. } => !error.object_only,
         Problem::Unreachable { .. } => true,
-        Problem::Refused { .. } | Problem::Twice { .. } => false,
+        Problem::Refused { .. } | Problem::Twice { .. } | Problem::Mended { .. } => false,
     };
     let whole = !found.iter().any(lost);
-    let mut problems: Vec<String> = found.iter().map(ToString::to_string).collect();
+    let mut problems = loaded.warnings;
+    problems.extend(found.iter().map(ToString::to_string));
     problems.extend(planner.take_conflicts().iter().map(ToString::to_string));
     let live = flags
         .diff

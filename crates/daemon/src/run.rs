@@ -9,14 +9,20 @@ use anyhow::{Context, Result, anyhow};
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_dataplane::addresses;
+use ipvs_proxy_dataplane::growth::GROWING;
 use ipvs_proxy_dataplane::kernel::Kernel;
+use ipvs_proxy_dataplane::notices;
+use ipvs_proxy_dataplane::timeouts::Timeouts;
+use ipvs_proxy_iptables::Backend;
 use ipvs_proxy_netlink::Family;
 use nix::sys::signal::{SigSet, Signal};
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use crate::cli::Run;
-use crate::controller::{Controller, Event, Settings};
+use crate::config::{self, Objects, Settings};
+use crate::controller::{self, Controller, Event};
 use crate::drains::Drains;
+use crate::init;
 use crate::manifests::{self, Source};
 use crate::place::{LockError, Place};
 
@@ -25,13 +31,18 @@ use crate::place::{LockError, Place};
 /// # Errors
 /// What makes work impossible: no IPVS, no ipset, no iptables, no privilege, a scheduler that
 /// the kernel has not.
-pub fn run(flags: &Run) -> Result<()> {
+pub fn run(settings: &Settings, flags: &Run) -> Result<()> {
+    let Objects::Manifests(manifests) = &settings.objects else {
+        return Err(anyhow!(
+            "the API server can't be a source of objects yet: give --manifests"
+        ));
+    };
     let (sender, events) = sync_channel(16);
     // Before any other thread starts, so that all of them leave these signals alone.
     let stop = stop_on_signals(sender.clone())?;
 
     let families = families();
-    let mut kernel = Kernel::open(&families, flags.iptables_backend)?;
+    let mut kernel = Kernel::open(&families, settings.iptables_backend)?;
     // Without a folder of its own the daemon does all but keep deadlines over a restart.
     let place = Place::here().map_err(|error| warn!("{error:#}; drains begin anew at a restart"));
     let place = place.ok();
@@ -44,59 +55,71 @@ pub fn run(flags: &Run) -> Result<()> {
         Some(Ok(alone)) => Some(alone),
         None => None,
     };
-    kernel.require_scheduler(flags.shape.scheduler)?;
-    let mut config = flags
-        .shape
-        .config(&families)
-        .map_err(|error| anyhow!(error))?;
+    match kernel.remove_leftover() {
+        Ok(true) => info!(set = GROWING, "removed what a crash left"),
+        Ok(false) => {}
+        Err(error) => warn!(set = GROWING, %error, "a set that is in the way could not be removed"),
+    }
+    let mut config = settings.config.clone();
+    kernel.require_scheduler(config.scheduler)?;
+    let scheduler = config.scheduler;
+    config.families.clone_from(&families);
     config.random_fully = kernel.tools().version().has_random_fully();
 
-    let node_name = match &flags.node_name {
+    let node_name = match &settings.node_name {
         Some(name) => name.clone(),
         None => host_name()?,
     };
-    let node = flags.shape.node();
-    let (changes, busy) =
-        manifests::watch(&flags.manifests).context("manifests can't be watched")?;
-    let source = Source::new(flags.manifests.clone(), &node_name, node.is_none()).leaving(busy);
+    let node = settings.node();
+    let (changes, busy) = manifests::watch(manifests).context("manifests can't be watched")?;
+    let source = Source::new(manifests.clone(), &node_name, node.is_none()).leaving(busy);
     let mut planner = Planner::new(config);
     if let Some(node) = node {
         planner.apply(Change::Node(node));
     }
     forward(changes, sender.clone())?;
+    if kernel.tools().backend() == Backend::Nft {
+        let sender = sender.clone();
+        let tell = move || sender.send(Event::Rules).is_ok();
+        notices::watch(kernel.own_rules(), &families, tell)
+            .context("changes of iptables rules can't be listened to")?;
+    }
+    if flags.shape.config.is_some() {
+        stop_on_change(
+            settings.clone(),
+            flags.clone(),
+            Arc::clone(&stop),
+            sender.clone(),
+        )?;
+    }
     addresses::watch(move |notices| sender.send(Event::Addresses(notices)).is_ok())?;
-    let settings = Settings {
-        follow_addresses: flags.shape.node_ips.is_empty(),
+    init::at_start(settings);
+    let timeouts = Timeouts::open(settings.timeouts)?;
+    let of_loop = controller::Settings {
+        follow_addresses: settings.node_ips.is_empty(),
         stop,
-        sync_period: flags.sync_period,
-        strict_arp: flags.ipvs_strict_arp,
-        drift: flags.drift,
+        sync_period: settings.sync_period,
+        strict_arp: settings.strict_arp,
+        timeouts,
+        drift: settings.drift,
         drains: place.map(|place| Drains::new(&place.file("drains.json"))),
     };
     info!(
         node = node_name,
-        scheduler = %flags.shape.scheduler,
+        %scheduler,
         iptables = %kernel.tools().backend(),
         families = families.len(),
         "started"
     );
-    if flags
-        .shape
-        .nodeport_addresses
-        .iter()
-        .any(|word| word.trim() == "localhost")
-    {
-        warn!("--nodeport-addresses localhost: IPVS serves no node port on loopback addresses");
-    }
     if families.len() == 1 {
         warn!("IPv6 is switched off on this node: IPv4 only");
     }
-    Controller::new(source, planner, kernel, settings).run(&events);
+    Controller::new(source, planner, kernel, of_loop).run(&events);
     Ok(())
 }
 
 /// IPv4, and IPv6 unless the node has none.
-fn families() -> Vec<Family> {
+pub(crate) fn families() -> Vec<Family> {
     if std::path::Path::new("/proc/net/if_inet6").exists() {
         Family::ALL.to_vec()
     } else {
@@ -136,6 +159,52 @@ fn stop_on_signals(sender: SyncSender<Event>) -> Result<Arc<AtomicBool>> {
         .name("signals".to_owned())
         .spawn(wait)?;
     Ok(stop)
+}
+
+/// Ends the loop when the configuration file says something else than at start, so that whatever
+/// started this process starts it again. A file that can't be used changes nothing.
+fn stop_on_change(
+    settings: Settings,
+    flags: Run,
+    stop: Arc<AtomicBool>,
+    sender: SyncSender<Event>,
+) -> Result<()> {
+    let Some(file) = flags.shape.config.clone() else {
+        return Ok(());
+    };
+    let (changes, busy) =
+        manifests::watch(&[file.clone()]).context("the configuration can't be watched")?;
+    let mut told = Vec::new();
+    let watch = move || {
+        for () in changes {
+            if busy.contains(&file) {
+                continue;
+            }
+            let file = file.display();
+            match config::load(&flags) {
+                Ok(loaded) if loaded.settings == settings => told.clear(),
+                Ok(_) => {
+                    info!(%file, "the configuration changed: ending, to be started again with it");
+                    stop.store(true, Ordering::Relaxed);
+                    // The loop may have ended already.
+                    let _ = sender.send(Event::Stop);
+                    return;
+                }
+                // A directory that is not there makes a message each second.
+                Err(problems) if problems == told => {}
+                Err(problems) => {
+                    for problem in &problems {
+                        error!("{problem}; what was said at start stays in force");
+                    }
+                    told = problems;
+                }
+            }
+        }
+    };
+    thread::Builder::new()
+        .name("configuration".to_owned())
+        .spawn(watch)?;
+    Ok(())
 }
 
 fn forward(changes: Receiver<()>, sender: SyncSender<Event>) -> Result<()> {

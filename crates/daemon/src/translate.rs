@@ -16,6 +16,8 @@ use k8s_openapi::api::core::v1::{Node, Service, ServiceSpec};
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointPort, EndpointSlice};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
+use crate::config::parse_duration;
+
 /// A Service with this label belongs to the proxy that the label names.
 const ANNOTATION_DRAIN_TIMEOUT: &str = "ipvs-proxy.io/drain-timeout";
 const LABEL_PROXY_NAME: &str = "service.kubernetes.io/service-proxy-name";
@@ -186,26 +188,6 @@ pub fn parse_address(text: &str) -> Option<IpAddr> {
         .next()
         .is_none()
         .then(|| IpAddr::V4(Ipv4Addr::from(octets)))
-}
-
-/// Reads a time as Go prints it: `1h30m`, `30s`, `1.5s`, `250ms`, and `0` without a unit.
-#[must_use]
-pub fn parse_duration(text: &str) -> Option<Duration> {
-    if text == "0" {
-        return Some(Duration::ZERO);
-    }
-    let mut total = Duration::ZERO;
-    let mut rest = text;
-    while !rest.is_empty() {
-        let digits = rest.find(|c: char| !c.is_ascii_digit() && c != '.')?;
-        let (number, tail) = rest.split_at(digits);
-        let number: f64 = number.parse().ok()?;
-        let units = [("ms", 0.001), ("h", 3600.0), ("m", 60.0), ("s", 1.0)];
-        let (unit, seconds) = units.iter().find(|(unit, _)| tail.starts_with(unit))?;
-        total = total.checked_add(Duration::try_from_secs_f64(number * seconds).ok()?)?;
-        rest = tail.get(unit.len()..)?;
-    }
-    (!text.is_empty()).then_some(total)
 }
 
 fn drain_timeout(metadata: &ObjectMeta, refusals: &mut Refusals) -> Option<Duration> {

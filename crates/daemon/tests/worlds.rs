@@ -22,11 +22,13 @@ const REASONS: [&str; 5] = [
 ];
 
 /// Sets that kube-proxy has not.
-const OURS: [&str; 4] = [
+const OURS: [&str; 6] = [
     "KUBE-IPVS-SERVING",
     "KUBE-6-IPVS-SERVING",
     "KUBE-IPVS-OWNED",
     "KUBE-6-IPVS-OWNED",
+    "KUBE-IPVS-MARKS",
+    "KUBE-6-IPVS-MARKS",
 ];
 
 fn folder() -> PathBuf {

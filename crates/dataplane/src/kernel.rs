@@ -15,12 +15,16 @@ use ipvs_proxy_core::op::{
 };
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::rules;
-use ipvs_proxy_core::state::{Key, Role, Set, State, Value};
-use ipvs_proxy_iptables::{Choice, Tools};
-use ipvs_proxy_netlink::{Error as NetlinkError, Family, Socket, Subsystem as NetlinkSubsystem};
+use ipvs_proxy_core::state::{Key, Set, State, Value, is_ours};
+use ipvs_proxy_iptables::{Backend, Choice, Ruleset, Tools};
+use ipvs_proxy_netlink::{
+    Error as NetlinkError, Family, KernelError, Socket, Subsystem as NetlinkSubsystem,
+};
 
 use crate::conntrack;
+use crate::growth::{self, GROWING};
 use crate::links::{self, AddressChange, LinkError, Links};
+use crate::notices::OwnRules;
 
 /// Why the kernel can't be worked with at all.
 #[derive(Debug, thiserror::Error)]
@@ -51,6 +55,7 @@ pub struct Kernel {
     links: Links,
     conntrack: Socket,
     tools: Tools,
+    own_rules: OwnRules,
     families: Vec<Family>,
 }
 
@@ -70,6 +75,7 @@ impl Kernel {
             conntrack: Socket::open(NetlinkSubsystem::Netfilter)
                 .map_err(links::failed("open nfnetlink"))?,
             tools: Tools::find(iptables)?,
+            own_rules: OwnRules::default(),
             families: families.to_vec(),
         })
     }
@@ -78,6 +84,13 @@ impl Kernel {
     #[must_use]
     pub fn tools(&self) -> &Tools {
         &self.tools
+    }
+
+    /// The changes of rules that this value makes, by which [`notices`](crate::notices) leaves
+    /// them out.
+    #[must_use]
+    pub fn own_rules(&self) -> OwnRules {
+        self.own_rules.clone()
     }
 
     /// Checks that the kernel has a scheduler, without a change of the table. The kernel may load
@@ -128,14 +141,65 @@ impl Kernel {
                 _ => None,
             })
             .collect();
+        let mut full = BTreeMap::<Set, BTreeSet<Entry>>::new();
         let results = self.ipset.change(&changes);
-        ops.iter()
+        let mut outcomes: Vec<Outcome> = ops
+            .iter()
             .zip(results)
             .map(|(op, result)| match (op, result) {
                 (Op::Remove(Key::Set(set)), Err(ipset_rs::Error::Busy)) => self.destroy(*set),
-                (op, result) => outcome_of_set(op, result),
+                (op, result) => {
+                    if let (Key::Entry(set, entry), Err(ipset_rs::Error::Full)) =
+                        (op.key(), &result)
+                    {
+                        full.entry(set).or_default().insert(entry);
+                    }
+                    outcome_of_set(op, result)
+                }
             })
-            .collect()
+            .collect();
+        for (set, refused) in &full {
+            let outcome = self.grow(*set, refused);
+            for (op, slot) in ops.iter().zip(&mut outcomes) {
+                // All keys of a run differ.
+                if let Key::Entry(of, entry) = op.key()
+                    && of == *set
+                    && refused.contains(&entry)
+                {
+                    slot.clone_from(&outcome);
+                }
+            }
+        }
+        outcomes
+    }
+
+    /// Adds entries that a set refused as full, by giving it more room.
+    fn grow(&mut self, set: Set, refused: &BTreeSet<Entry>) -> Outcome {
+        match growth::grow(&mut self.ipset, set, refused) {
+            Ok(limit) => {
+                tracing::info!(set = %set.name(), maxelem = limit, "a full set got more room");
+                Outcome::Done
+            }
+            Err(error) => {
+                let op = Op::Add(Key::Set(set), Value::Present);
+                match outcome_of_set(&op, Err(error)) {
+                    Outcome::Done => Outcome::Done,
+                    Outcome::Failed(Failure { kind, text }) => failed(
+                        kind,
+                        &format!("the set is full, and {GROWING} could not take its place: {text}"),
+                    ),
+                }
+            }
+        }
+    }
+
+    /// Removes what is left of a process that crashed while a set grew; whether there was any.
+    /// Only for the one process that works here.
+    ///
+    /// # Errors
+    /// When the kernel refuses it: a rule that is not ours uses the set.
+    pub fn remove_leftover(&mut self) -> Result<bool, ipset_rs::Error> {
+        growth::remove_leftover(&mut self.ipset)
     }
 
     /// Destroys a set that was in use a moment ago. nf_tables lets go of the sets of deleted rules
@@ -246,7 +310,15 @@ impl Kernel {
                 true => rules.removal_text(&present),
                 false => rules.restore_text(&present),
             };
-            self.tools.restore(rules.family, &text)
+            let write = || self.tools.restore(rules.family, &text);
+            match self.tools.backend() {
+                Backend::Nft => {
+                    let transactions = text.lines().filter(|line| *line == "COMMIT").count();
+                    let socket = &mut self.conntrack;
+                    self.own_rules.during(socket, transactions, write)
+                }
+                Backend::Legacy => write(),
+            }
         });
         match written {
             Ok(()) => Outcome::Done,
@@ -270,12 +342,8 @@ impl Kernel {
         let mut state = self.read(&State::new())?;
         for family in self.families.clone() {
             let rules = rules::rules(&Config::default(), family);
-            if !self
-                .tools
-                .present(&rules)
-                .map_err(|e| unread(&e))?
-                .is_empty()
-            {
+            let present = self.tools.present(&rules).map_err(|e| unread(&e))?;
+            if !rules.removal_text(&present).is_empty() {
                 state.insert(Key::Rules(family), Value::Rules(Box::new(rules)));
             }
         }
@@ -292,30 +360,28 @@ impl Kernel {
         Ok(state)
     }
 
-    /// The virtual servers of ours: on an address of the link, or on an address and port that one
-    /// of our sets holds.
-    fn ours(&self, state: &State, vips: &BTreeSet<IpAddr>, key: &VirtualServerKey) -> bool {
-        let VirtualServerKey::Address {
-            address,
-            port,
-            protocol,
-        } = key
-        else {
-            return false;
-        };
-        let family = key.family();
-        self.families.contains(&family)
-            && (vips.contains(address)
-                || Role::OWNING.iter().any(|role| {
-                    let entry = Entry::IpPort(*address, *protocol, *port);
-                    state.contains_key(&Key::Entry(
-                        Set {
-                            family,
-                            role: *role,
-                        },
-                        entry,
-                    ))
-                }))
+    /// The chains of ours that have to stay because rules of other software go to them, a line each
+    /// that names these rules. They stay empty.
+    ///
+    /// # Errors
+    /// If the rules could not be read.
+    pub fn held_chains(&self) -> Result<Vec<String>, ReadError> {
+        let mut held = Vec::new();
+        for family in &self.families {
+            let rules = rules::rules(&Config::default(), *family);
+            let present = self.tools.present(&rules).map_err(|e| unread(&e))?;
+            let command = self.tools.command(*family);
+            for (table, chain, rules) in present.referenced() {
+                let delete = |rule| format!("{command} -t {table} -D {rule}");
+                let delete: Vec<String> = rules.iter().map(delete).collect();
+                held.push(format!(
+                    "remove chain {chain} of table {table}: a rule that is not ours goes to it: \
+                     delete it ({})",
+                    delete.join(" && ")
+                ));
+            }
+        }
+        Ok(held)
     }
 
     fn read_sets(&mut self, state: &mut State) -> Result<(), ReadError> {
@@ -329,7 +395,7 @@ impl Kernel {
             let Some(set) = sets.get(&header.name) else {
                 continue;
             };
-            if header.kind != Some(set.kind()) {
+            if header.kind != Some(set.kind()) || header.counters || header.skbinfo {
                 state.insert(Key::Set(*set), Value::OddSet);
                 continue;
             }
@@ -354,11 +420,15 @@ impl Kernel {
             state.insert(Key::Link, Value::Present);
         }
         let (vips, _) = self.links.addresses().map_err(|e| unread(&e))?;
+        let ours = vips
+            .iter()
+            .filter(|vip| self.families.contains(&Family::of(**vip)));
+        state.extend(ours.map(|vip| (Key::Address(*vip), Value::Present)));
         self.read_sets(state)?;
         let mut servers = Vec::new();
         for entry in self.ipvs.virtual_servers().map_err(|e| unread(&e))? {
             let key = entry.server.key;
-            if self.ours(state, &vips, &key) {
+            if is_ours(&key, state) {
                 servers.push(key);
                 state.insert(
                     Key::VirtualServer(key),
@@ -366,10 +436,6 @@ impl Kernel {
                 );
             }
         }
-        let ours = vips
-            .iter()
-            .filter(|vip| self.families.contains(&Family::of(**vip)));
-        state.extend(ours.map(|vip| (Key::Address(*vip), Value::Present)));
         for (key, value) in wanted {
             let Value::Rules(rules) = value else { continue };
             let present = self.tools.present(rules).map_err(|e| unread(&e))?;
@@ -420,6 +486,11 @@ impl Dataplane for Kernel {
         Ok(todo.is_empty())
     }
 
+    fn rule_differences(&mut self, wanted: &Ruleset) -> Result<Vec<String>, ReadError> {
+        let present = self.tools.present(wanted).map_err(|e| unread(&e))?;
+        Ok(wanted.difference_lines(&present))
+    }
+
     fn connections(
         &mut self,
         of: VirtualServerKey,
@@ -444,7 +515,15 @@ impl Dataplane for Kernel {
     }
 
     fn forget_flows(&mut self, stale: &StaleFlows) -> Result<usize, ReadError> {
-        conntrack::forget(&mut self.conntrack, stale).map_err(|e| unread(&e))
+        conntrack::forget(&mut self.conntrack, stale).map_err(|error| match error {
+            // nfnetlink's answer for a subsystem that it does not have.
+            NetlinkError::Kernel(KernelError { code: EINVAL, .. }) => ReadError(
+                "the kernel does not tell of connection tracking: load the module (modprobe \
+                 nf_conntrack_netlink)"
+                    .to_owned(),
+            ),
+            error => unread(&error),
+        })
     }
 }
 
@@ -551,6 +630,7 @@ const EAGAIN: i32 = 11; // <asm-generic/errno-base.h>
 const ENOMEM: i32 = 12; // <asm-generic/errno-base.h>
 const EBUSY: i32 = 16; // <asm-generic/errno-base.h>
 const ENODEV: i32 = 19; // <asm-generic/errno-base.h>
+const EINVAL: i32 = 22; // <asm-generic/errno-base.h>
 
 fn kind_of_errno(code: i32) -> FailureKind {
     match code {

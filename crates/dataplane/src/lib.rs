@@ -6,8 +6,11 @@
 //! | [`kernel`] | ops → batches for ipset, IPVS, rtnetlink and iptables; dumps → [`State`] |
 //! | [`addresses`] | tells when addresses of the node change |
 //! | [`conntrack`] | forgets UDP flows of real servers that are gone |
+//! | [`growth`] | gives a set that is full more room |
 //! | [`links`] | the dummy link and the addresses on it |
-//! | [`sysctl`] | the sysctls without which Services do not work |
+//! | [`notices`] | tells when somebody else changes iptables rules in nf_tables |
+//! | [`sysctl`] | the sysctls without which Services do not work, and those of connection tracking |
+//! | [`timeouts`] | the timeouts of IPVS |
 //!
 //! Everything here blocks, and belongs to the thread and network namespace that opened it.
 //!
@@ -26,6 +29,9 @@
 
 pub mod addresses;
 pub mod conntrack;
+pub mod growth;
 pub mod kernel;
 pub mod links;
+pub mod notices;
 pub mod sysctl;
+pub mod timeouts;

@@ -14,6 +14,7 @@ const NLM_F_CREATE: u16 = 0x400; // <linux/netlink.h>
 const NLM_F_EXCL: u16 = 0x200; // <linux/netlink.h>
 const ENODEV: i32 = 19; // <asm-generic/errno-base.h>
 const EEXIST: i32 = 17; // <asm-generic/errno-base.h>
+const EOPNOTSUPP: i32 = 95; // <asm-generic/errno.h>
 const EADDRNOTAVAIL: i32 = 99; // <asm-generic/errno.h>
 
 /// How often a list that changed while it was read is read again.
@@ -25,6 +26,11 @@ pub enum LinkError {
     /// A link of our name is of another kind.
     #[error("the link {LINK} is not of kind dummy: rename or delete it (ip link delete {LINK})")]
     NotDummy,
+    /// The kernel has no dummy links.
+    #[error(
+        "create link {LINK}: the kernel has no links of kind dummy: load the module (modprobe dummy)"
+    )]
+    NoDummy,
     /// The kernel said no, or could not be asked.
     #[error("{what}: {source}")]
     Kernel {
@@ -40,7 +46,7 @@ impl LinkError {
     #[must_use]
     pub fn kernel(&self) -> Option<&Error> {
         match self {
-            LinkError::NotDummy => None,
+            LinkError::NotDummy | LinkError::NoDummy => None,
             LinkError::Kernel { source, .. } => Some(source),
         }
     }
@@ -75,7 +81,7 @@ impl Links {
     /// is there.
     ///
     /// # Errors
-    /// [`LinkError::NotDummy`], or the kernel's refusal: `EOPNOTSUPP` without the module dummy.
+    /// [`LinkError::NotDummy`], [`LinkError::NoDummy`], or the kernel's refusal.
     pub fn create(&mut self) -> Result<(), LinkError> {
         if self.index()?.is_some() {
             return Ok(());
@@ -93,8 +99,12 @@ impl Links {
             RouteNetlinkMessage::NewLink(message),
             NLM_F_CREATE | NLM_F_EXCL,
         );
-        self.one(&request)
-            .map_err(failed(&format!("create link {LINK} (module dummy)")))
+        self.one(&request).map_err(|error| match error {
+            Error::Kernel(KernelError {
+                code: EOPNOTSUPP, ..
+            }) => LinkError::NoDummy,
+            error => failed(&format!("create link {LINK}"))(error),
+        })
     }
 
     /// Deletes the link with its addresses. Does nothing when it is not there.

@@ -5,19 +5,22 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// A sysctl, the value that it needs, and whether every kernel must have it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Needed {
     path: &'static str,
-    value: &'static str,
+    value: String,
     /// Kernels without it do without.
     optional: bool,
+    /// More is as good.
+    at_least: bool,
 }
 
-const fn needed(path: &'static str, value: &'static str) -> Needed {
+fn needed(path: &'static str, value: &str) -> Needed {
     Needed {
         path,
-        value,
+        value: value.to_owned(),
         optional: false,
+        at_least: false,
     }
 }
 
@@ -37,9 +40,8 @@ fn all(version: (u32, u32), strict_arp: bool) -> Vec<Needed> {
     // server. Before 5.9 that cost it a second (Linux d752c3645717), so it stays where it was (0).
     let value = if version >= (5, 9) { "1" } else { "0" };
     all.push(Needed {
-        path: "net/ipv4/vs/conn_reuse_mode",
-        value,
         optional: true,
+        ..needed("net/ipv4/vs/conn_reuse_mode", value)
     });
     if strict_arp {
         // Only the link that has an address answers for it, and no VIP is a source of ARP.
@@ -60,7 +62,7 @@ pub struct SysctlError {
     /// What it is now, empty when it can't be read.
     pub present: String,
     /// What it must be.
-    pub needed: &'static str,
+    pub needed: String,
     /// Why it could not be set.
     #[source]
     pub source: io::Error,
@@ -74,12 +76,70 @@ pub fn set(strict_arp: bool) -> Vec<SysctlError> {
     set_in(Path::new("/proc/sys"), &all(version(&release), strict_arp))
 }
 
+/// The sysctls of connection tracking (`net.netfilter.nf_conntrack_*`). `None` leaves one as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Conntrack {
+    /// How many connections are tracked. The table gets as many buckets as that needs (a quarter) if
+    /// it has fewer.
+    pub max: Option<u32>,
+    /// How long an established TCP connection is kept without traffic, in seconds.
+    pub tcp_established_s: Option<u64>,
+    /// The same of one in `CLOSE_WAIT`.
+    pub tcp_close_wait_s: Option<u64>,
+    /// Packets out of a TCP connection's window are not INVALID.
+    pub tcp_be_liberal: bool,
+    /// How long a flow of UDP is kept without traffic, in seconds.
+    pub udp_s: Option<u64>,
+    /// The same of one that was answered for some time.
+    pub udp_stream_s: Option<u64>,
+}
+
+/// Sets the sysctls of connection tracking, those that differ only. The number of connections and of
+/// buckets holds for the whole machine, and can be set in its first network namespace only; the
+/// others are those of the thread's. Each failure is reported and stops no other.
+pub fn set_conntrack(conntrack: &Conntrack) -> Vec<SysctlError> {
+    set_in(Path::new("/proc/sys"), &of_conntrack(conntrack))
+}
+
+fn of_conntrack(conntrack: &Conntrack) -> Vec<Needed> {
+    let number = |path, value: Option<u64>| value.map(|value| needed(path, &value.to_string()));
+    let max = conntrack.max.map(u64::from);
+    let all = [
+        number("net/netfilter/nf_conntrack_max", max),
+        number("net/netfilter/nf_conntrack_buckets", max.map(|max| max / 4)).map(|buckets| {
+            Needed {
+                at_least: true,
+                ..buckets
+            }
+        }),
+        number(
+            "net/netfilter/nf_conntrack_tcp_timeout_established",
+            conntrack.tcp_established_s,
+        ),
+        number(
+            "net/netfilter/nf_conntrack_tcp_timeout_close_wait",
+            conntrack.tcp_close_wait_s,
+        ),
+        number(
+            "net/netfilter/nf_conntrack_tcp_be_liberal",
+            conntrack.tcp_be_liberal.then_some(1),
+        ),
+        number("net/netfilter/nf_conntrack_udp_timeout", conntrack.udp_s),
+        number(
+            "net/netfilter/nf_conntrack_udp_timeout_stream",
+            conntrack.udp_stream_s,
+        ),
+    ];
+    all.into_iter().flatten().collect()
+}
+
 fn set_in(root: &Path, all: &[Needed]) -> Vec<SysctlError> {
     let mut failed = Vec::new();
     for Needed {
         path,
         value,
         optional,
+        at_least,
     } in all
     {
         let file: PathBuf = root.join(path);
@@ -88,14 +148,17 @@ fn set_in(root: &Path, all: &[Needed]) -> Vec<SysctlError> {
             Err(error) if *optional && error.kind() == io::ErrorKind::NotFound => continue,
             Err(_) => String::new(),
         };
+        let enough = *at_least
+            && matches!((present.parse::<u64>(), value.parse()), (Ok(is), Ok(must)) if is >= must);
         if present != *value
+            && !enough
             && let Err(source) = fs::write(&file, value)
         {
             let name = path.replace('/', ".");
             failed.push(SysctlError {
                 name,
                 present,
-                needed: value,
+                needed: value.clone(),
                 source,
             });
         }
@@ -124,6 +187,7 @@ mod tests {
                 .find(|n| n.path.ends_with("conn_reuse_mode"))
                 .unwrap()
                 .value
+                .clone()
         };
         assert_eq!(mode("4.18.0-553.el8.x86_64"), "0");
         assert_eq!(mode("5.8.18"), "0");
@@ -140,14 +204,31 @@ mod tests {
         fs::write(root.join("a/right"), "1\n").unwrap();
         fs::write(root.join("a/wrong"), "0\n").unwrap();
         let absent = Needed {
-            path: "a/folder/absent",
-            value: "1",
             optional: true,
+            ..needed("a/folder/absent", "1")
         };
-        let all = [needed("a/right", "1"), needed("a/wrong", "1"), absent];
+        let more = Needed {
+            at_least: true,
+            ..needed("a/more", "100")
+        };
+        let less = Needed {
+            at_least: true,
+            ..needed("a/less", "100")
+        };
+        fs::write(root.join("a/more"), "101\n").unwrap();
+        fs::write(root.join("a/less"), "99\n").unwrap();
+        let all = [
+            needed("a/right", "1"),
+            needed("a/wrong", "1"),
+            absent,
+            more,
+            less,
+        ];
         assert!(set_in(&root, &all).is_empty());
         assert_eq!(fs::read_to_string(root.join("a/right")).unwrap(), "1\n");
         assert_eq!(fs::read_to_string(root.join("a/wrong")).unwrap(), "1");
+        assert_eq!(fs::read_to_string(root.join("a/more")).unwrap(), "101\n");
+        assert_eq!(fs::read_to_string(root.join("a/less")).unwrap(), "100");
         let failed = set_in(&root, &[needed("a/folder/absent", "1")]);
         let said = failed.first().unwrap().to_string();
         assert!(

@@ -3,22 +3,24 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use ipvs_proxy_netlink::{Error as NetlinkError, KernelError, Request, Socket, Subsystem};
+use ipvs_proxy_netlink::{Error as NetlinkError, Family, KernelError, Request, Socket, Subsystem};
 
-use crate::{Change, Entry, Error, Set, SetName, SetSpec, SetType, codec};
+use crate::codec::Member;
+use crate::{Change, Entry, Error, Options, Set, SetName, SetSpec, SetType, codec};
 
-/// Entries in one message: at most 20 KiB, of the 64 KiB that an attribute can hold.
+/// Entries in one message: at most 35 KiB, of the 64 KiB that an attribute can hold.
 const MAX_ENTRIES: usize = 250;
 
 const EINVAL: i32 = 22; // <asm-generic/errno-base.h>
+const EPROTONOSUPPORT: i32 = 93; // <asm-generic/errno.h>
 
 /// Lists and changes the sets of the network namespace in which it was opened. Needs
 /// `CAP_NET_ADMIN`, for listing too.
 #[derive(Debug)]
 pub struct Client {
     socket: Socket,
-    /// The revision of each type that the kernel was asked for.
-    revisions: BTreeMap<SetType, u8>,
+    /// The lowest and highest revision of each type that the kernel was asked for.
+    revisions: BTreeMap<SetType, (u8, u8)>,
 }
 
 impl Client {
@@ -28,17 +30,26 @@ impl Client {
     ///
     /// [`Error::NoModule`] when it has not, [`Error::Permission`], [`Error::Transport`].
     pub fn open() -> Result<Client, Error> {
-        let mut socket = Socket::open(Subsystem::Netfilter)?;
+        let no_module = Error::NoModule {
+            what: "ipset",
+            module: "ip_set",
+        };
+        let mut socket = match Socket::open(Subsystem::Netfilter) {
+            Ok(socket) => socket,
+            // The kernel lacks nfnetlink, which comes along with ipset.
+            Err(NetlinkError::Socket {
+                errno: EPROTONOSUPPORT,
+                ..
+            }) => return Err(no_module),
+            Err(error) => return Err(error.into()),
+        };
         match socket.query(&codec::protocol()?) {
             Ok(_) => Ok(Client {
                 socket,
                 revisions: BTreeMap::new(),
             }),
             // nfnetlink's answer for a subsystem that it does not have.
-            Err(NetlinkError::Kernel(KernelError { code: EINVAL, .. })) => Err(Error::NoModule {
-                what: "ipset",
-                module: "ip_set",
-            }),
+            Err(NetlinkError::Kernel(KernelError { code: EINVAL, .. })) => Err(no_module),
             Err(error) => Err(error.into()),
         }
     }
@@ -53,6 +64,15 @@ impl Client {
     ///
     /// [`Error::Overrun`] as a result means that the change may be done or not.
     pub fn change(&mut self, changes: &[Change]) -> Vec<Result<(), Error>> {
+        let is_swap = |change: &Change| matches!(change, Change::Swap(..));
+        changes
+            // What is made again must stay on its side of a swap.
+            .chunk_by(|a, b| !is_swap(a) && !is_swap(b))
+            .flat_map(|run| self.change_and_check(run))
+            .collect()
+    }
+
+    fn change_and_check(&mut self, changes: &[Change]) -> Vec<Result<(), Error>> {
         let mut results = self.change_in_order(changes);
         for (change, result) in changes.iter().zip(&mut results) {
             if let Change::Create(spec) = change
@@ -131,6 +151,18 @@ impl Client {
     ///
     /// [`Error::NoSet`] when there is none, [`Error::Overrun`] when a part was lost.
     pub fn list(&mut self, name: &SetName) -> Result<(Set, Vec<Entry>), Error> {
+        self.list_with_options(name).map(plain)
+    }
+
+    /// As [`Client::list`], with the options of each entry.
+    ///
+    /// # Errors
+    ///
+    /// As [`Client::list`].
+    pub fn list_with_options(
+        &mut self,
+        name: &SetName,
+    ) -> Result<(Set, Vec<(Entry, Options)>), Error> {
         self.list_sets(Some(name), true)?.pop().ok_or(Error::NoSet)
     }
 
@@ -140,14 +172,31 @@ impl Client {
     ///
     /// As [`Client::list_headers`].
     pub fn list_all(&mut self) -> Result<Vec<(Set, Vec<Entry>)>, Error> {
-        self.list_sets(None, true)
+        Ok(self.list_sets(None, true)?.into_iter().map(plain).collect())
+    }
+
+    /// Whether a set has an entry; of an exception (`nomatch`) it says no. A set with networks has
+    /// every address in one of them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSet`] when there is no such set, else as the kernel says.
+    pub fn contains(&mut self, name: &SetName, entry: &Entry) -> Result<bool, Error> {
+        check_prefix(entry)?;
+        match self.socket.query(&codec::test(name, entry)?) {
+            Ok(_) => Ok(true),
+            Err(NetlinkError::Kernel(refusal)) if refusal.code == codec::IPSET_ERR_EXIST => {
+                Ok(false)
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn list_sets(
         &mut self,
         name: Option<&SetName>,
         with_entries: bool,
-    ) -> Result<Vec<(Set, Vec<Entry>)>, Error> {
+    ) -> Result<Vec<(Set, Vec<Member>)>, Error> {
         let answers = self.socket.dump(&codec::list(name, with_entries)?)?;
         Ok(codec::decode_list(&answers)?)
     }
@@ -184,25 +233,30 @@ impl Client {
 
     /// The message for one part: a single change, or entries to add to or remove from one set.
     fn request(&mut self, part: &[Change]) -> Result<Request, Error> {
+        part.iter().try_for_each(check)?;
         let entries = part.iter().filter_map(|change| match change {
-            Change::Add(_, entry) | Change::Remove(_, entry) => Some(entry),
+            Change::Add(_, entry) | Change::Remove(_, entry) => Some((entry, Options::default())),
+            Change::AddWith(_, entry, options) => Some((entry, *options)),
             _ => None,
         });
         let request = match part.first() {
-            Some(Change::Create(spec)) => codec::create(spec, self.revision(spec.kind)?),
+            Some(Change::Create(spec)) => codec::create(spec, self.revision(spec)?),
             Some(Change::Destroy(name)) => codec::destroy(name),
             Some(Change::Flush(name)) => codec::flush(name),
-            Some(Change::Add(name, _)) => codec::add(name, entries),
-            Some(Change::Remove(name, _)) => codec::remove(name, entries),
+            Some(Change::Swap(name, other)) => codec::swap(name, other),
+            Some(Change::Add(name, _) | Change::AddWith(name, ..)) => codec::add(name, entries),
+            Some(Change::Remove(name, _)) => codec::remove(name, entries.map(|(entry, _)| entry)),
             None => Err(NetlinkError::Decode("empty part")),
         };
         Ok(request?)
     }
 
     /// The revision that we want, or the nearest that the kernel has.
-    fn revision(&mut self, kind: SetType) -> Result<u8, Error> {
-        if let Some(revision) = self.revisions.get(&kind) {
-            return Ok(*revision);
+    fn revision(&mut self, spec: &SetSpec) -> Result<u8, Error> {
+        let kind = spec.kind;
+        let nearest = |(lowest, highest)| codec::revision(spec).max(lowest).min(highest);
+        if let Some(range) = self.revisions.get(&kind) {
+            return Ok(nearest(*range));
         }
         let answers = self
             .socket
@@ -216,11 +270,63 @@ impl Client {
         let answer = answers
             .first()
             .ok_or(NetlinkError::Decode("no answer about a set type"))?;
-        let (lowest, highest) = codec::decode_set_type(answer)?;
-        let revision = codec::revision(kind).max(lowest).min(highest);
-        self.revisions.insert(kind, revision);
-        Ok(revision)
+        let range = codec::decode_set_type(answer)?;
+        self.revisions.insert(kind, range);
+        Ok(nearest(range))
     }
+}
+
+fn plain((set, members): (Set, Vec<Member>)) -> (Set, Vec<Entry>) {
+    (set, members.into_iter().map(|(entry, _)| entry).collect())
+}
+
+/// Refuses what the kernel would take for something else, or refuse without saying which field.
+fn check(change: &Change) -> Result<(), Error> {
+    let refuse = |field, value: String, must| Err(Error::Value { field, value, must });
+    match change {
+        Change::Create(spec) if spec.kind != SetType::BitmapPort && spec.max_elements == 0 => {
+            refuse(
+                "max_elements",
+                "0".to_owned(),
+                "a set takes at least 1 entry",
+            )
+        }
+        Change::Add(_, entry) | Change::Remove(_, entry) => check_prefix(entry),
+        Change::AddWith(_, entry, options) => {
+            check_prefix(entry)?;
+            let of_network = matches!(entry, Entry::Net(..) | Entry::IpPortNet(..));
+            if options.nomatch && !of_network {
+                return refuse(
+                    "nomatch",
+                    entry.to_string(),
+                    "only an entry with a network can be an exception",
+                );
+            }
+            // The kernel's word for "not given".
+            let counters = options.counters.unwrap_or_default();
+            for (field, value) in [("packets", counters.packets), ("bytes", counters.bytes)] {
+                if value == u64::MAX {
+                    return refuse(field, value.to_string(), "at most 18446744073709551614");
+                }
+            }
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
+fn check_prefix(entry: &Entry) -> Result<(), Error> {
+    let (Entry::Net(net, prefix) | Entry::IpPortNet(_, _, _, net, prefix)) = entry else {
+        return Ok(());
+    };
+    if (1..=Family::of(*net).host_prefix()).contains(prefix) {
+        return Ok(());
+    }
+    Err(Error::Value {
+        field: "prefix",
+        value: format!("{net}/{prefix}"),
+        must: "1 to 32 for IPv4, 1 to 128 for IPv6",
+    })
 }
 
 /// Cuts changes into parts that are one message each.
@@ -228,7 +334,10 @@ fn packed(changes: &[Change]) -> Vec<Range<usize>> {
     let mut start = 0;
     changes
         .chunk_by(|a, b| match (a, b) {
-            (Change::Add(a, _), Change::Add(b, _))
+            (
+                Change::Add(a, _) | Change::AddWith(a, ..),
+                Change::Add(b, _) | Change::AddWith(b, ..),
+            )
             | (Change::Remove(a, _), Change::Remove(b, _)) => a == b,
             _ => false,
         })

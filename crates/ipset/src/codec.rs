@@ -9,7 +9,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipvs_proxy_netlink::{Attribute, Attributes, Error, Family, Protocol, Request, attributes};
 
-use crate::{Entry, Set, SetName, SetSpec, SetType};
+use crate::{Counters, Entry, Options, Set, SetName, SetSpec, SetType};
 
 const NFNL_SUBSYS_IPSET: u16 = 6; // <linux/netfilter/nfnetlink.h>
 const NLA_F_NET_BYTEORDER: u16 = 1 << 14; // <linux/netlink.h>
@@ -26,15 +26,18 @@ const IPSET_CMD_PROTOCOL: u16 = 1;
 const IPSET_CMD_CREATE: u16 = 2;
 const IPSET_CMD_DESTROY: u16 = 3;
 const IPSET_CMD_FLUSH: u16 = 4;
+const IPSET_CMD_SWAP: u16 = 6;
 const IPSET_CMD_LIST: u16 = 7;
 const IPSET_CMD_ADD: u16 = 9;
 const IPSET_CMD_DEL: u16 = 10;
+const IPSET_CMD_TEST: u16 = 11;
 const IPSET_CMD_HEADER: u16 = 12;
 const IPSET_CMD_TYPE: u16 = 13;
 
 const IPSET_ATTR_PROTOCOL: u16 = 1;
 const IPSET_ATTR_SETNAME: u16 = 2;
 const IPSET_ATTR_TYPENAME: u16 = 3;
+const IPSET_ATTR_SETNAME2: u16 = 3; // of a swap
 const IPSET_ATTR_REVISION: u16 = 4;
 const IPSET_ATTR_FAMILY: u16 = 5;
 const IPSET_ATTR_FLAGS: u16 = 6;
@@ -44,12 +47,14 @@ const IPSET_ATTR_LINENO: u16 = 9;
 const IPSET_ATTR_REVISION_MIN: u16 = 10;
 
 const IPSET_ATTR_IP: u16 = 1;
+const IPSET_ATTR_CIDR: u16 = 3;
 const IPSET_ATTR_PORT: u16 = 4;
 const IPSET_ATTR_PORT_TO: u16 = 5;
 const IPSET_ATTR_TIMEOUT: u16 = 6;
 const IPSET_ATTR_PROTO: u16 = 7;
 const IPSET_ATTR_CADT_FLAGS: u16 = 8;
 const IPSET_ATTR_MARKMASK: u16 = 11;
+const IPSET_ATTR_BITMASK: u16 = 12;
 const IPSET_ATTR_HASHSIZE: u16 = 18;
 const IPSET_ATTR_MAXELEM: u16 = 19;
 const IPSET_ATTR_NETMASK: u16 = 20;
@@ -58,14 +63,26 @@ const IPSET_ATTR_REFERENCES: u16 = 25;
 // The numbers of entries and of set headers overlap from here on.
 const IPSET_ATTR_IP2: u16 = 20;
 const IPSET_ATTR_CIDR2: u16 = 21;
+const IPSET_ATTR_BYTES: u16 = 24;
+const IPSET_ATTR_PACKETS: u16 = 25;
+const IPSET_ATTR_SKBMARK: u16 = 27;
+const IPSET_ATTR_SKBPRIO: u16 = 28;
+const IPSET_ATTR_SKBQUEUE: u16 = 29;
 
 const IPSET_ATTR_IPADDR_IPV4: u16 = 1;
 const IPSET_ATTR_IPADDR_IPV6: u16 = 2;
 
 const IPSET_FLAG_LIST_HEADER: u32 = 1 << 2;
 
+// In IPSET_ATTR_CADT_FLAGS
+const IPSET_FLAG_NOMATCH: u32 = 1 << 2;
+const IPSET_FLAG_WITH_COUNTERS: u32 = 1 << 3;
+const IPSET_FLAG_WITH_SKBINFO: u32 = 1 << 6;
+
 pub(crate) const IPSET_ERR_FIND_TYPE: i32 = 4098;
 pub(crate) const IPSET_ERR_BUSY: i32 = 4100;
+pub(crate) const IPSET_ERR_EXIST_SETNAME2: i32 = 4101;
+pub(crate) const IPSET_ERR_EXIST: i32 = 4103;
 pub(crate) const IPSET_ERR_REFERENCED: i32 = 4108;
 pub(crate) const IPSET_ERR_TYPE_SPECIFIC: i32 = 4352;
 pub(crate) const IPSET_ERR_HASH_FULL: i32 = IPSET_ERR_TYPE_SPECIFIC; // ip_set_hash.h
@@ -88,6 +105,10 @@ pub(crate) fn private_error_name(code: i32) -> Option<&'static str> {
         4108 => "IPSET_ERR_REFERENCED",
         4109 => "IPSET_ERR_IPADDR_IPV4",
         4110 => "IPSET_ERR_IPADDR_IPV6",
+        4111 => "IPSET_ERR_COUNTER",
+        4112 => "IPSET_ERR_COMMENT",
+        4113 => "IPSET_ERR_INVALID_MARKMASK",
+        4114 => "IPSET_ERR_SKBINFO",
         4352 => "IPSET_ERR_HASH_FULL",
         4353 => "IPSET_ERR_HASH_ELEM",
         4354 => "IPSET_ERR_INVALID_PROTO",
@@ -98,16 +119,26 @@ pub(crate) fn private_error_name(code: i32) -> Option<&'static str> {
     })
 }
 
-/// The revision of a type that we ask for, where the kernel has it.
+/// The revision of a type that we ask for, where the kernel has it: the lowest with what the set
+/// shall have.
 ///
 /// Higher ones add options that we don't use, and an older `ipset` tool can't list a set whose
 /// revision it doesn't know. Revision 1 of the types with a port brought SCTP; the tool does not
-/// know revision 0 of them.
+/// know revision 0 of them. Those of the types with a network here brought `nomatch`, without
+/// which the tool prints an exception as if it were none.
 #[must_use]
-pub fn revision(kind: SetType) -> u8 {
-    match kind {
-        SetType::HashIp(_) | SetType::BitmapPort => 0,
-        SetType::HashIpPort(_) | SetType::HashIpPortIp(_) | SetType::HashIpPortNet(_) => 1,
+pub fn revision(spec: &SetSpec) -> u8 {
+    let (plain, counters, skbinfo) = match spec.kind {
+        SetType::HashIp(_) => (0, 1, 4),
+        SetType::HashIpPort(_) | SetType::HashIpPortIp(_) => (1, 2, 5),
+        SetType::HashIpPortNet(_) => (3, 4, 7),
+        SetType::HashNet(_) => (2, 3, 6),
+        SetType::BitmapPort => (0, 1, 3),
+    };
+    match spec {
+        SetSpec { skbinfo: true, .. } => skbinfo,
+        SetSpec { counters: true, .. } => counters,
+        _ => plain,
     }
 }
 
@@ -173,17 +204,28 @@ pub fn create(spec: &SetSpec, revision: u8) -> Result<Request, Error> {
         a.push_str(IPSET_ATTR_TYPENAME, spec.kind.name());
         a.push_u8(IPSET_ATTR_REVISION, revision);
         a.push_u8(IPSET_ATTR_FAMILY, family_number(spec.kind));
-        a.nested(IPSET_ATTR_DATA, |data| match spec.kind {
-            SetType::BitmapPort => {
-                data.push_u16_be(IPSET_ATTR_PORT | NLA_F_NET_BYTEORDER, 0);
-                data.push_u16_be(IPSET_ATTR_PORT_TO | NLA_F_NET_BYTEORDER, u16::MAX);
+        a.nested(IPSET_ATTR_DATA, |data| {
+            match spec.kind {
+                SetType::BitmapPort => {
+                    data.push_u16_be(IPSET_ATTR_PORT | NLA_F_NET_BYTEORDER, 0);
+                    data.push_u16_be(IPSET_ATTR_PORT_TO | NLA_F_NET_BYTEORDER, u16::MAX);
+                }
+                _ => {
+                    data.push_u32_be(IPSET_ATTR_HASHSIZE | NLA_F_NET_BYTEORDER, spec.hash_size);
+                    data.push_u32_be(IPSET_ATTR_MAXELEM | NLA_F_NET_BYTEORDER, spec.max_elements);
+                }
             }
-            _ => {
-                data.push_u32_be(IPSET_ATTR_HASHSIZE | NLA_F_NET_BYTEORDER, spec.hash_size);
-                data.push_u32_be(IPSET_ATTR_MAXELEM | NLA_F_NET_BYTEORDER, spec.max_elements);
-            }
+            let counters = u32::from(spec.counters) * IPSET_FLAG_WITH_COUNTERS;
+            let skbinfo = u32::from(spec.skbinfo) * IPSET_FLAG_WITH_SKBINFO;
+            push_flags(data, counters | skbinfo);
         });
     })
+}
+
+fn push_flags(data: &mut Attributes, flags: u32) {
+    if flags != 0 {
+        data.push_u32_be(IPSET_ATTR_CADT_FLAGS | NLA_F_NET_BYTEORDER, flags);
+    }
 }
 
 /// Destroys a set (`IPSET_CMD_DESTROY`).
@@ -204,14 +246,39 @@ pub fn flush(name: &SetName) -> Result<Request, Error> {
     request(IPSET_CMD_FLUSH, |a| push_name(a, name))
 }
 
-/// Adds entries (`IPSET_CMD_ADD`). The kernel stops at the first that it refuses.
+/// Exchanges two sets (`IPSET_CMD_SWAP`).
 ///
 /// # Errors
 ///
-/// See [`protocol`]; here for more than about 800 entries.
+/// See [`protocol`].
+pub fn swap(name: &SetName, other: &SetName) -> Result<Request, Error> {
+    request(IPSET_CMD_SWAP, |a| {
+        push_name(a, name);
+        a.push_str(IPSET_ATTR_SETNAME2, other.as_str());
+    })
+}
+
+/// Asks whether an entry is in a set (`IPSET_CMD_TEST`).
+///
+/// # Errors
+///
+/// See [`protocol`].
+pub fn test(name: &SetName, entry: &Entry) -> Result<Request, Error> {
+    request(IPSET_CMD_TEST, |a| {
+        push_name(a, name);
+        a.nested(IPSET_ATTR_DATA, |data| push_entry(data, entry));
+    })
+}
+
+/// Adds entries with their options (`IPSET_CMD_ADD`). The kernel stops at the first that it
+/// refuses.
+///
+/// # Errors
+///
+/// See [`protocol`]; here for more than about 400 entries.
 pub fn add<'a>(
     name: &SetName,
-    entries: impl IntoIterator<Item = &'a Entry>,
+    entries: impl IntoIterator<Item = (&'a Entry, Options)>,
 ) -> Result<Request, Error> {
     change_entries(IPSET_CMD_ADD, name, entries)
 }
@@ -225,19 +292,23 @@ pub fn remove<'a>(
     name: &SetName,
     entries: impl IntoIterator<Item = &'a Entry>,
 ) -> Result<Request, Error> {
-    change_entries(IPSET_CMD_DEL, name, entries)
+    let plain = entries.into_iter().map(|e| (e, Options::default()));
+    change_entries(IPSET_CMD_DEL, name, plain)
 }
 
 fn change_entries<'a>(
     command: u16,
     name: &SetName,
-    entries: impl IntoIterator<Item = &'a Entry>,
+    entries: impl IntoIterator<Item = (&'a Entry, Options)>,
 ) -> Result<Request, Error> {
     request(command, |a| {
         push_name(a, name);
         a.nested(IPSET_ATTR_ADT, |list| {
-            for entry in entries {
-                list.nested(IPSET_ATTR_DATA, |data| push_entry(data, entry));
+            for (entry, options) in entries {
+                list.nested(IPSET_ATTR_DATA, |data| {
+                    push_entry(data, entry);
+                    push_options(data, &options);
+                });
             }
         });
         // A list must come with a line number. Entries without numbers of their own get an
@@ -259,7 +330,36 @@ fn push_entry(data: &mut Attributes, entry: &Entry) {
             push_ip(data, IPSET_ATTR_IP2, net);
             data.push_u8(IPSET_ATTR_CIDR2, prefix);
         }
+        Entry::Net(net, prefix) => {
+            push_ip(data, IPSET_ATTR_IP, net);
+            data.push_u8(IPSET_ATTR_CIDR, prefix);
+        }
         Entry::Port(port) => data.push_u16_be(IPSET_ATTR_PORT | NLA_F_NET_BYTEORDER, port),
+    }
+}
+
+/// Writes what is not 0: the kernel refuses an extension that the set has not.
+fn push_options(data: &mut Attributes, options: &Options) {
+    push_flags(data, u32::from(options.nomatch) * IPSET_FLAG_NOMATCH);
+    let mut push_u64_be = |kind, value: u64| {
+        data.push_bytes(kind | NLA_F_NET_BYTEORDER, &value.to_be_bytes());
+    };
+    if let Some(Counters { packets, bytes }) = options.counters {
+        push_u64_be(IPSET_ATTR_PACKETS, packets);
+        push_u64_be(IPSET_ATTR_BYTES, bytes);
+    }
+    let info = &options.skbinfo;
+    if (info.mark, info.mask) != (0, 0) {
+        let both = u64::from(info.mark) << 32 | u64::from(info.mask);
+        push_u64_be(IPSET_ATTR_SKBMARK, both);
+    }
+    if info.priority != (0, 0) {
+        let (major, minor) = info.priority;
+        let both = u32::from(major) << 16 | u32::from(minor);
+        data.push_u32_be(IPSET_ATTR_SKBPRIO | NLA_F_NET_BYTEORDER, both);
+    }
+    if info.queue != 0 {
+        data.push_u16_be(IPSET_ATTR_SKBQUEUE | NLA_F_NET_BYTEORDER, info.queue);
     }
 }
 
@@ -328,8 +428,8 @@ pub fn decode_set_type(payload: &[u8]) -> Result<(u8, u8), Error> {
 /// # Errors
 ///
 /// [`Error::Decode`] when an answer does not have that form.
-pub fn decode_list<P: AsRef<[u8]>>(payloads: &[P]) -> Result<Vec<(Set, Vec<Entry>)>, Error> {
-    let mut sets: Vec<(Set, Vec<Entry>)> = Vec::new();
+pub fn decode_list<P: AsRef<[u8]>>(payloads: &[P]) -> Result<Vec<(Set, Vec<Member>)>, Error> {
+    let mut sets: Vec<(Set, Vec<Member>)> = Vec::new();
     for payload in payloads {
         let part = Part::decode(payload.as_ref())?;
         let Ok(name) = part.name.parse::<SetName>() else {
@@ -350,6 +450,9 @@ pub fn decode_list<P: AsRef<[u8]>>(payloads: &[P]) -> Result<Vec<(Set, Vec<Entry
     }
     Ok(sets)
 }
+
+/// An entry of a listing.
+pub type Member = (Entry, Options);
 
 /// One message of a listing.
 #[derive(Default)]
@@ -390,6 +493,9 @@ impl<'a> Part<'a> {
             revision: self.revision,
             hash_size: 0,
             max_elements: 0,
+            timeout_s: None,
+            counters: false,
+            skbinfo: false,
             references: 0,
             entries: None,
         };
@@ -404,23 +510,30 @@ impl<'a> Part<'a> {
                 IPSET_ATTR_ELEMENTS => set.entries = Some(attribute.u32_be()?),
                 IPSET_ATTR_PORT => ports.0 = attribute.u16_be()?,
                 IPSET_ATTR_PORT_TO => ports.1 = attribute.u16_be()?,
-                IPSET_ATTR_TIMEOUT
-                | IPSET_ATTR_CADT_FLAGS
-                | IPSET_ATTR_MARKMASK
-                | IPSET_ATTR_NETMASK => has_options = true,
+                IPSET_ATTR_TIMEOUT => set.timeout_s = Some(attribute.u32_be()?),
+                IPSET_ATTR_CADT_FLAGS => {
+                    let flags = attribute.u32_be()?;
+                    set.counters = flags & IPSET_FLAG_WITH_COUNTERS != 0;
+                    set.skbinfo = flags & IPSET_FLAG_WITH_SKBINFO != 0;
+                    has_options |=
+                        flags & !(IPSET_FLAG_WITH_COUNTERS | IPSET_FLAG_WITH_SKBINFO) != 0;
+                }
+                IPSET_ATTR_MARKMASK | IPSET_ATTR_BITMASK | IPSET_ATTR_NETMASK => has_options = true,
                 _ => {}
             }
         }
-        if has_options || ports != (0, u16::MAX) {
+        if has_options || set.timeout_s.is_some() || ports != (0, u16::MAX) {
             set.kind = None;
         }
         Ok(set)
     }
 }
 
-fn decode_entry(kind: SetType, data: &Attribute<'_>) -> Result<Entry, Error> {
+fn decode_entry(kind: SetType, data: &Attribute<'_>) -> Result<Member, Error> {
     let (mut ip, mut ip2, mut port, mut protocol) = (None, None, None, None);
     let mut prefix = None;
+    let mut options = Options::default();
+    let info = &mut options.skbinfo;
     for attribute in data.nested() {
         let attribute = attribute?;
         match attribute.kind {
@@ -428,10 +541,30 @@ fn decode_entry(kind: SetType, data: &Attribute<'_>) -> Result<Entry, Error> {
             IPSET_ATTR_IP2 => ip2 = Some(decode_ip(&attribute)?),
             IPSET_ATTR_PORT => port = Some(attribute.u16_be()?),
             IPSET_ATTR_PROTO => protocol = Some(Protocol::from_number(attribute.u8()?)),
-            IPSET_ATTR_CIDR2 => prefix = Some(attribute.u8()?),
+            IPSET_ATTR_CIDR | IPSET_ATTR_CIDR2 => prefix = Some(attribute.u8()?),
+            IPSET_ATTR_CADT_FLAGS => {
+                options.nomatch = attribute.u32_be()? & IPSET_FLAG_NOMATCH != 0;
+            }
+            IPSET_ATTR_PACKETS => {
+                options.counters.get_or_insert_default().packets = u64_be(&attribute)?;
+            }
+            IPSET_ATTR_BYTES => {
+                options.counters.get_or_insert_default().bytes = u64_be(&attribute)?;
+            }
+            IPSET_ATTR_SKBMARK => {
+                let [a, b, c, d, e, f, g, h] = u64_be(&attribute)?.to_be_bytes();
+                info.mark = u32::from_be_bytes([a, b, c, d]);
+                info.mask = u32::from_be_bytes([e, f, g, h]);
+            }
+            IPSET_ATTR_SKBPRIO => {
+                let [a, b, c, d] = attribute.u32_be()?.to_be_bytes();
+                info.priority = (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d]));
+            }
+            IPSET_ATTR_SKBQUEUE => info.queue = attribute.u16_be()?,
             _ => {}
         }
     }
+    let net_prefix = |net| prefix.unwrap_or(Family::of(net).host_prefix());
     let entry = match kind {
         SetType::HashIp(_) => ip.map(Entry::Ip),
         SetType::HashIpPort(_) => ip
@@ -446,13 +579,21 @@ fn decode_entry(kind: SetType, data: &Attribute<'_>) -> Result<Entry, Error> {
             ip.zip(protocol)
                 .zip(port.zip(ip2))
                 .map(|((ip, protocol), (port, net))| {
-                    let prefix = prefix.unwrap_or(Family::of(net).host_prefix());
-                    Entry::IpPortNet(ip, protocol, port, net, prefix)
+                    Entry::IpPortNet(ip, protocol, port, net, net_prefix(net))
                 })
         }
+        SetType::HashNet(_) => ip.map(|net| Entry::Net(net, net_prefix(net))),
         SetType::BitmapPort => port.map(Entry::Port),
     };
-    entry.ok_or(Error::Decode("set entry without one of its fields"))
+    let entry = entry.ok_or(Error::Decode("set entry without one of its fields"))?;
+    Ok((entry, options))
+}
+
+fn u64_be(attribute: &Attribute<'_>) -> Result<u64, Error> {
+    let bytes = attribute.value.try_into();
+    bytes
+        .map(u64::from_be_bytes)
+        .map_err(|_| Error::Decode("64-bit value of an unexpected length"))
 }
 
 fn decode_ip(attribute: &Attribute<'_>) -> Result<IpAddr, Error> {

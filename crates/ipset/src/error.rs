@@ -4,13 +4,14 @@ use ipvs_proxy_netlink::KernelError;
 
 use crate::SetType;
 use crate::codec::{
-    IPSET_ERR_BUSY, IPSET_ERR_FIND_TYPE, IPSET_ERR_HASH_FULL, IPSET_ERR_REFERENCED,
-    IPSET_ERR_TYPE_SPECIFIC, private_error_name,
+    IPSET_ERR_BUSY, IPSET_ERR_EXIST_SETNAME2, IPSET_ERR_FIND_TYPE, IPSET_ERR_HASH_FULL,
+    IPSET_ERR_REFERENCED, IPSET_ERR_TYPE_SPECIFIC, private_error_name,
 };
 use crate::{Change, Entry};
 
 const EPERM: i32 = 1; // <asm-generic/errno-base.h>
 const ENOENT: i32 = 2; // <asm-generic/errno-base.h>
+const EBUSY: i32 = 16; // <asm-generic/errno-base.h>
 const EEXIST: i32 = 17; // <asm-generic/errno-base.h>
 
 /// Why a change or a question failed.
@@ -22,8 +23,9 @@ pub enum Error {
     /// A set of this name exists, with another type or other limits (`EEXIST`). It is unchanged.
     #[error("a set of this name exists with another type or other limits")]
     Exists,
-    /// A rule or another set uses the set (`IPSET_ERR_BUSY`, `IPSET_ERR_REFERENCED`).
-    #[error("the set is in use by a rule or another set")]
+    /// A rule or another set uses the set, or somebody lists it (`IPSET_ERR_BUSY`,
+    /// `IPSET_ERR_REFERENCED`; `EBUSY` of a swap).
+    #[error("the set is in use by a rule, another set or a listing")]
     Busy,
     /// The set has as many entries as it may (`IPSET_ERR_HASH_FULL`).
     #[error("the set is full")]
@@ -40,6 +42,16 @@ pub enum Error {
     /// `IPSET_ERR_INVALID_CIDR`.
     #[error("refused as invalid: {0}")]
     Invalid(&'static str),
+    /// A value that the kernel would take for another one, so it is not sent.
+    #[error("{field} is {value}: {must}")]
+    Value {
+        /// The field of the [`crate::SetSpec`] or [`crate::Options`], or the entry's.
+        field: &'static str,
+        /// What it has.
+        value: String,
+        /// What it must be.
+        must: &'static str,
+    },
     /// The process lacks `CAP_NET_ADMIN` in the user namespace that owns the network namespace.
     #[error("not permitted: CAP_NET_ADMIN is missing")]
     Permission,
@@ -83,12 +95,17 @@ impl Error {
         match change {
             Change::Create(spec) if code == IPSET_ERR_FIND_TYPE => Error::no_type(spec.kind),
             // Types give the codes from 4352 meanings of their own.
-            Change::Add(_, Entry::Port(_)) | Change::Remove(_, Entry::Port(_))
+            Change::Add(_, Entry::Port(_))
+            | Change::AddWith(_, Entry::Port(_), _)
+            | Change::Remove(_, Entry::Port(_))
                 if code == IPSET_ERR_TYPE_SPECIFIC =>
             {
                 Error::Invalid("IPSET_ERR_BITMAP_RANGE")
             }
-            Change::Add(..) if code == IPSET_ERR_HASH_FULL => Error::Full,
+            Change::Add(..) | Change::AddWith(..) if code == IPSET_ERR_HASH_FULL => Error::Full,
+            // Of a rename it means the contrary.
+            Change::Swap(..) if code == IPSET_ERR_EXIST_SETNAME2 => Error::NoSet,
+            Change::Swap(..) if code == EBUSY => Error::Busy,
             _ => Error::from(error),
         }
     }
@@ -102,6 +119,9 @@ impl Error {
 
     /// The refusal is about the set or the process, so every entry of a message has it.
     pub(crate) fn concerns_all_entries(&self) -> bool {
-        !matches!(self, Error::Full | Error::Invalid(_) | Error::Kernel(_))
+        !matches!(
+            self,
+            Error::Full | Error::Invalid(_) | Error::Kernel(_) | Error::Value { .. }
+        )
     }
 }

@@ -1,4 +1,5 @@
-//! An ipset manager: creates and destroys sets, adds and removes entries by the thousand, lists.
+//! An ipset manager: creates, swaps and destroys sets, adds and removes entries by the thousand,
+//! also exceptions (`nomatch`), counters and what `-j SET --map-set` gives to packets, and lists.
 //! It speaks netlink itself and needs neither the `ipset` tool nor its library.
 //!
 //! | module | |

@@ -9,7 +9,7 @@ use std::io::Cursor;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipset_rs::codec;
-use ipset_rs::{Entry, Set, SetName, SetSpec, SetType};
+use ipset_rs::{Counters, Entry, Options, Set, SetName, SetSpec, SetType, SkbInfo};
 use ipvs_proxy_netlink::{Error, Family, Protocol, Request};
 use neli::FromBytesWithInput;
 use neli::ToBytes;
@@ -29,6 +29,12 @@ fn hex(text: &str) -> Vec<u8> {
     text.split_whitespace()
         .map(|byte| u8::from_str_radix(byte, 16).expect("hex"))
         .collect()
+}
+
+/// Entries without options.
+fn plain(entries: impl IntoIterator<Item = Entry>) -> Vec<(Entry, Options)> {
+    let with = |entry| (entry, Options::default());
+    entries.into_iter().map(with).collect()
 }
 
 fn assert_bytes(request: Result<Request, Error>, command: u16, payload: &str) {
@@ -71,6 +77,28 @@ fn requests_about_sets() {
          14 00 07 80  06 00 04 40 00 00 00 00  06 00 05 40 ff ff 00 00",
     );
     let named = "02 00 00 00 05 00 01 00 06 00 00 00  06 00 02 00 42 00 00 00";
+    assert_bytes(
+        codec::create(
+            &SetSpec {
+                hash_size: 64,
+                max_elements: 7,
+                counters: true,
+                skbinfo: true,
+                ..SetSpec::new(name("D"), SetType::HashNet(Family::V4))
+            },
+            6,
+        ),
+        2,
+        "02 00 00 00 05 00 01 00 06 00 00 00  06 00 02 00 44 00 00 00
+         0d 00 03 00 68 61 73 68 3a 6e 65 74 00 00 00 00
+         05 00 04 00 06 00 00 00  05 00 05 00 02 00 00 00
+         1c 00 07 80  08 00 12 40 00 00 00 40  08 00 13 40 00 00 00 07  08 00 08 40 00 00 00 48",
+    );
+    assert_bytes(
+        codec::swap(&name("B"), &name("D")),
+        6,
+        "02 00 00 00 05 00 01 00 06 00 00 00  06 00 02 00 42 00 00 00  06 00 03 00 44 00 00 00",
+    );
     assert_bytes(codec::destroy(&name("B")), 3, named);
     assert_bytes(codec::flush(&name("B")), 4, named);
     assert_bytes(codec::header(&name("B")), 12, named);
@@ -87,12 +115,9 @@ fn requests_about_entries() {
     assert_bytes(
         codec::add(
             &name("A"),
-            &[Entry::IpPortNet(
-                ip("fd00::1"),
-                Protocol::Tcp,
-                80,
-                ip("fd00:1::"),
-                32,
+            [(
+                &Entry::IpPortNet(ip("fd00::1"), Protocol::Tcp, 80, ip("fd00:1::"), 32),
+                Options::default(),
             )],
         ),
         9,
@@ -116,6 +141,73 @@ fn requests_about_entries() {
          0c 00 07 80 06 00 04 40 12 34 00 00
          08 00 09 00 00 00 00 00",
     );
+}
+
+/// Options that differ in every field.
+fn all_options() -> Options {
+    Options {
+        nomatch: true,
+        counters: Some(Counters {
+            packets: 3,
+            bytes: 0x0102_0304_0506_0708,
+        }),
+        skbinfo: SkbInfo {
+            mark: 0x1000_0001,
+            mask: 0xf000_000f,
+            priority: (1, 10),
+            queue: 0x203,
+        },
+    }
+}
+
+#[test]
+fn options_of_entries() {
+    assert_eq!(
+        all_options().to_string(),
+        " nomatch packets 3 bytes 72623859790382856 skbmark 0x10000001/0xf000000f skbprio 1:a skbqueue 515"
+    );
+    let net = Entry::Net(ip("10.0.0.0"), 8);
+    let written = "
+        0c 00 01 80 08 00 01 40 0a 00 00 00  05 00 03 00 08 00 00 00";
+    let options = "
+        08 00 08 40 00 00 00 04
+        0c 00 19 40 00 00 00 00 00 00 00 03  0c 00 18 40 01 02 03 04 05 06 07 08
+        0c 00 1b 40 10 00 00 01 f0 00 00 0f  08 00 1c 40 00 01 00 0a  06 00 1d 40 02 03 00 00";
+    let header = "02 00 00 00 05 00 01 00 06 00 00 00  06 00 02 00 44 00 00 00";
+    assert_bytes(
+        codec::add(&name("D"), [(&net, all_options())]),
+        9,
+        &format!("{header} 58 00 08 80 54 00 07 80 {written} {options} 08 00 09 00 00 00 00 00"),
+    );
+    assert_bytes(
+        codec::test(&name("D"), &net),
+        11,
+        &format!("{header} 18 00 07 80 {written}"),
+    );
+}
+
+#[test]
+fn the_lowest_revision_that_has_it_all() {
+    use SetType::{BitmapPort, HashIp, HashIpPort, HashIpPortIp, HashIpPortNet, HashNet};
+    let v4 = Family::V4;
+    for (kind, revisions) in [
+        (HashIp(v4), [0, 1, 4, 4]),
+        (HashIpPort(v4), [1, 2, 5, 5]),
+        (HashIpPortIp(v4), [1, 2, 5, 5]),
+        (HashIpPortNet(v4), [3, 4, 7, 7]),
+        (HashNet(v4), [2, 3, 6, 6]),
+        (BitmapPort, [0, 1, 3, 3]),
+    ] {
+        let wanted = [(false, false), (true, false), (false, true), (true, true)];
+        let asked = wanted.map(|(counters, skbinfo)| {
+            codec::revision(&SetSpec {
+                counters,
+                skbinfo,
+                ..SetSpec::new(name("A"), kind)
+            })
+        });
+        assert_eq!(asked, revisions, "{kind:?}");
+    }
 }
 
 /// A `hash:ip,port,net` of revision 8, as the kernel listed it.
@@ -148,6 +240,46 @@ const LISTED_BITMAP: &str = "
     08 00 19 40 00 00 00 00  08 00 1a 40 00 00 20 48  08 00 18 40 00 00 00 01
     10 00 08 80 0c 00 07 80 06 00 04 40 00 35 00 00";
 
+/// A `hash:net` with counters and skbinfo, with one exception in it.
+const LISTED_NET: &str = "
+    02 00 00 00 05 00 01 00 06 00 00 00 06 00 02 00 44 00 00 00 0d 00 03 00
+    68 61 73 68 3a 6e 65 74 00 00 00 00 05 00 05 00 02 00 00 00 05 00 04 00
+    07 00 00 00 44 00 07 80 08 00 12 40 00 00 04 00 08 00 13 40 00 01 00 00
+    05 00 15 00 0c 00 00 00 08 00 11 40 d4 fa 3b 45 08 00 19 40 00 00 00 00
+    08 00 1a 40 00 00 02 a8 08 00 18 40 00 00 00 02 08 00 08 40 00 00 00 48
+    88 00 08 80 30 00 07 80 0c 00 01 80 08 00 01 00 0c 00 00 01 05 00 03 00
+    20 00 00 00 0c 00 18 40 00 00 00 00 00 00 00 00 0c 00 19 40 00 00 00 00
+    00 00 00 00 54 00 07 80 0c 00 01 80 08 00 01 00 0a 00 00 00 05 00 03 00
+    08 00 00 00 08 00 08 40 00 00 00 04 0c 00 18 40 01 02 03 04 05 06 07 08
+    0c 00 19 40 00 00 00 00 00 00 00 03 0c 00 1b 40 10 00 00 01 f0 00 00 0f
+    08 00 1c 40 00 01 00 0a 06 00 1d 40 02 03 00 00";
+
+#[test]
+fn a_listing_with_extensions() {
+    let sets = codec::decode_list(&[hex(LISTED_NET)]).expect("a listing");
+    let [(set, members)] = sets.as_slice() else {
+        panic!("{sets:?}");
+    };
+    assert_eq!(set.kind, Some(SetType::HashNet(Family::V4)));
+    assert_eq!(
+        (set.counters, set.skbinfo, set.timeout_s),
+        (true, true, None)
+    );
+    let plain = Options {
+        counters: Some(Counters::default()),
+        ..Options::default()
+    };
+    let members: std::collections::BTreeMap<_, _> = members.iter().copied().collect();
+    assert_eq!(
+        members,
+        [
+            (Entry::Net(ip("10.0.0.0"), 8), all_options()),
+            (Entry::Net(ip("12.0.0.1"), 32), plain),
+        ]
+        .into()
+    );
+}
+
 #[test]
 fn the_kernels_listing() {
     let sets = codec::decode_list(&[hex(LISTED), hex(LISTED_ON), hex(LISTED_BITMAP)]);
@@ -163,13 +295,16 @@ fn the_kernels_listing() {
                     revision: 8,
                     hash_size: 1024,
                     max_elements: 65536,
+                    timeout_s: None,
+                    counters: false,
+                    skbinfo: false,
                     references: 3,
                     entries: Some(1),
                 },
-                vec![
+                plain([
                     Entry::IpPortNet(ip("fd00::1"), Protocol::Tcp, 80, ip("fd00:1::"), 32),
                     Entry::IpPortNet(ip("fd00::2"), Protocol::Sctp, 443, ip("fd00:1::5"), 128),
-                ],
+                ]),
             ),
             (
                 Set {
@@ -180,10 +315,13 @@ fn the_kernels_listing() {
                     revision: 3,
                     hash_size: 0,
                     max_elements: 0,
+                    timeout_s: None,
+                    counters: false,
+                    skbinfo: false,
                     references: 0,
                     entries: Some(1),
                 },
-                vec![Entry::Port(53)],
+                plain([Entry::Port(53)]),
             ),
         ])
     );
@@ -191,13 +329,22 @@ fn the_kernels_listing() {
 
 #[test]
 fn sets_that_are_not_ours_to_fill_have_no_kind() {
-    // A range that ends at 0x7fff; a timeout (attribute 6) in a hash's header; another type.
+    // A range that ends at 0x7fff; a timeout (attribute 6) and comments (a flag of attribute 8) in
+    // a hash's header; another type.
     let range = LISTED_BITMAP.replace("06 00 05 40 ff ff", "06 00 05 40 7f ff");
     let timeout = LISTED.replace("08 00 11 40 d4 16 7a 57", "08 00 06 40 00 00 00 0a");
+    let comments = LISTED.replace("08 00 11 40 d4 16 7a 57", "08 00 08 40 00 00 00 18");
     let other = LISTED.replace("6e 65 74 00", "6e 65 78 00");
-    for listed in [range, timeout, other] {
+    for (listed, timeout_s, counters) in [
+        (range, None, false),
+        (timeout, Some(10), false),
+        (comments, None, true),
+        (other, None, false),
+    ] {
         let sets = codec::decode_list(&[hex(&listed)]).expect("a listing");
-        assert_eq!((sets.len(), sets[0].0.kind, &sets[0].1), (1, None, &vec![]));
+        let (set, entries) = &sets[0];
+        assert_eq!((sets.len(), set.kind, entries), (1, None, &vec![]));
+        assert_eq!((set.timeout_s, set.counters), (timeout_s, counters));
     }
     // A name with a blank is no name of ours: the set is left out, and what follows of it too.
     let blank = LISTED.replace("06 00 02 00 41 00", "06 00 02 00 20 00");
@@ -285,13 +432,47 @@ fn fields(entry: Entry) -> Vec<(u16, u16, Vec<u8>)> {
             vec![(21, 0, vec![prefix])],
         ]
         .concat(),
+        Entry::Net(net, prefix) => vec![address(1, net), (3, 0, vec![prefix])],
         Entry::Port(p) => vec![port(p)],
     }
 }
 
+/// Those of its options. What is 0 is not written, and not listed.
+fn option_fields(options: Options) -> Vec<(u16, u16, Vec<u8>)> {
+    let SkbInfo {
+        mark,
+        mask,
+        priority: (major, minor),
+        queue,
+    } = options.skbinfo;
+    let counter = |kind, value: u64| (kind, 0, value.to_be_bytes().to_vec());
+    let counters = options.counters.map(|c| [(25, c.packets), (24, c.bytes)]);
+    let numbers = [
+        (8, u32::from(options.nomatch) << 2),
+        (28, u32::from(major) * 0x1_0000 + u32::from(minor)),
+    ];
+    let [flags, priority] = numbers.map(|(kind, n)| (kind, 0, n.to_be_bytes().to_vec()));
+    let mut all = vec![flags];
+    all.extend(
+        counters
+            .into_iter()
+            .flatten()
+            .map(|(kind, n)| counter(kind, n)),
+    );
+    let marks = [mark.to_be_bytes(), mask.to_be_bytes()].concat();
+    all.extend([
+        (27, 0, marks),
+        priority,
+        (29, 0, queue.to_be_bytes().to_vec()),
+    ]);
+    all.retain(|(kind, _, value)| [24, 25].contains(kind) || value.iter().any(|byte| *byte != 0));
+    all
+}
+
 /// Our request for entries, read by neli.
-fn assert_neli_reads(entries: &[Entry]) {
-    let request = codec::add(&name("A"), entries).expect("a request");
+fn assert_neli_reads(entries: &[(Entry, Options)]) {
+    let given = entries.iter().map(|(entry, options)| (entry, *options));
+    let request = codec::add(&name("A"), given).expect("a request");
     let top = neli_attributes(&request.payload[4..]);
     assert_eq!(
         top.iter().map(|(kind, ..)| *kind).collect::<Vec<_>>(),
@@ -299,13 +480,14 @@ fn assert_neli_reads(entries: &[Entry]) {
     );
     let list = neli_attributes(&top[2].3);
     assert!(top[2].1 && list.len() == entries.len());
-    for ((kind, nested, _, data), entry) in list.iter().zip(entries) {
+    for ((kind, nested, _, data), (entry, options)) in list.iter().zip(entries) {
         assert_eq!((*kind, *nested), (7, true));
         let read: Vec<(u16, u16, Vec<u8>)> = neli_attributes(data)
             .into_iter()
             .map(|(kind, nested, big_endian, value)| {
                 if !nested {
-                    assert_eq!(big_endian, kind == 4);
+                    // All but the protocol and the prefixes, which are a byte each.
+                    assert_eq!(big_endian, ![3, 7, 21].contains(&kind));
                     return (kind, 0, value);
                 }
                 let mut inner = neli_attributes(&value);
@@ -314,15 +496,16 @@ fn assert_neli_reads(entries: &[Entry]) {
                 (kind, inner_kind, address)
             })
             .collect();
-        assert_eq!(read, fields(*entry));
+        assert_eq!(read, [fields(*entry), option_fields(*options)].concat());
     }
 }
 
 /// The kernel's listing of a set, written by neli.
-fn neli_listing(kind: SetType, entries: &[Entry]) -> Vec<u8> {
-    let data = entries.iter().map(|entry| {
+fn neli_listing(kind: SetType, entries: &[(Entry, Options)]) -> Vec<u8> {
+    let data = entries.iter().map(|(entry, options)| {
         let fields = fields(*entry)
             .into_iter()
+            .chain(option_fields(*options))
             .map(|(kind, address, value)| match address {
                 0 => neli_attribute(kind, false, &value),
                 _ => {
@@ -385,17 +568,44 @@ fn entry(kind: SetType) -> BoxedStrategy<Entry> {
                 Entry::IpPortNet(ip, protocol, port, net, prefix)
             })
             .boxed(),
+        SetType::HashNet(family) => (address(family), 1..=family.host_prefix())
+            .prop_map(|(net, prefix)| Entry::Net(net, prefix))
+            .boxed(),
         SetType::BitmapPort => any::<u16>().prop_map(Entry::Port).boxed(),
     }
 }
 
+fn options() -> impl Strategy<Value = Options> {
+    let skbinfo = any::<(u32, u32, (u16, u16), u16)>();
+    any::<(bool, Option<(u64, u64)>)>()
+        .prop_flat_map(move |some| {
+            (
+                Just(some),
+                prop_oneof![Just((0, 0, (0, 0), 0)), skbinfo.clone()],
+            )
+        })
+        .prop_map(
+            |((nomatch, counters), (mark, mask, priority, queue))| Options {
+                nomatch,
+                counters: counters.map(|(packets, bytes)| Counters { packets, bytes }),
+                skbinfo: SkbInfo {
+                    mark,
+                    mask,
+                    priority,
+                    queue,
+                },
+            },
+        )
+}
+
 fn kind() -> impl Strategy<Value = SetType> {
     let family = prop_oneof![Just(Family::V4), Just(Family::V6)];
-    (0..5, family).prop_map(|(kind, family)| match kind {
+    (0..6, family).prop_map(|(kind, family)| match kind {
         0 => SetType::HashIp(family),
         1 => SetType::HashIpPort(family),
         2 => SetType::HashIpPortIp(family),
         3 => SetType::HashIpPortNet(family),
+        4 => SetType::HashNet(family),
         _ => SetType::BitmapPort,
     })
 }
@@ -404,7 +614,7 @@ proptest! {
     #[test]
     fn neli_agrees(
         (kind, entries) in kind().prop_flat_map(|kind| {
-            (Just(kind), proptest::collection::vec(entry(kind), 0..20))
+            (Just(kind), proptest::collection::vec((entry(kind), options()), 0..20))
         })
     ) {
         assert_neli_reads(&entries);
@@ -426,8 +636,9 @@ proptest! {
     fn no_broken_listing_panics(
         changes in proptest::collection::vec((any::<proptest::sample::Index>(), any::<u8>()), 0..6),
         end in any::<proptest::sample::Index>(),
+        which in any::<bool>(),
     ) {
-        let mut listed = hex(LISTED);
+        let mut listed = hex(if which { LISTED_NET } else { LISTED });
         for (at, byte) in changes {
             let at = at.index(listed.len());
             listed[at] = byte;

@@ -323,8 +323,7 @@ impl Tools {
                 let output = tools.run(family, "save", &[], None).ok()?;
                 let saved = String::from_utf8_lossy(&output.stdout);
                 let (table, rule) = but_for.other_rule_of_set(&saved, set)?;
-                let program = tools.program(family, "");
-                let program = program.trim_end_matches('-');
+                let program = tools.command(family);
                 Some(format!("{program} -t {table} {rule}"))
             })
         })
@@ -348,12 +347,18 @@ impl Tools {
         self.run(family, "restore", wait, Some(text)).map(drop)
     }
 
-    fn program(&self, family: Family, action: &str) -> String {
+    /// The command by which a person changes single rules: `ip6tables-legacy`.
+    #[must_use]
+    pub fn command(&self, family: Family) -> String {
         let name = match family {
             Family::V4 => "iptables",
             Family::V6 => "ip6tables",
         };
-        format!("{name}{}-{action}", self.variant)
+        format!("{name}{}", self.variant)
+    }
+
+    fn program(&self, family: Family, action: &str) -> String {
+        format!("{}-{action}", self.command(family))
     }
 
     fn run(

@@ -96,8 +96,8 @@ struct PresentTable {
     chains: BTreeMap<String, Vec<String>>,
     /// By built-in chain: its rules that go to a chain of ours, in order.
     jumps: BTreeMap<String, Vec<String>>,
-    /// Our chains that someone else's chain goes to.
-    referenced: BTreeSet<String>,
+    /// Our chains that someone else's chain goes to, each with the rules that do (`MINE -j OURS`).
+    referenced: BTreeMap<String, Vec<String>>,
 }
 
 impl Present {
@@ -124,6 +124,15 @@ impl Present {
         self.0
             .values()
             .all(|table| table.chains.is_empty() && table.jumps.is_empty())
+    }
+
+    /// Our chains that can't be deleted because chains of other software go to them, each with the
+    /// rules that do, as `iptables -D` takes them: `MINE -j KUBE-SERVICES`.
+    pub fn referenced(&self) -> impl Iterator<Item = (Table, &str, &[String])> {
+        self.0.iter().flat_map(|(table, present)| {
+            let chains = present.referenced.iter();
+            chains.map(|(chain, rules)| (*table, chain.as_str(), rules.as_slice()))
+        })
     }
 }
 
@@ -205,7 +214,8 @@ impl Ruleset {
                             .or_default()
                             .push(rule.to_owned());
                     } else {
-                        table.referenced.insert(target.to_owned());
+                        let rules = table.referenced.entry(target.to_owned()).or_default();
+                        rules.push(format!("{chain} {rule}"));
                     }
                 }
             }
@@ -251,6 +261,24 @@ impl Ruleset {
             .collect()
     }
 
+    /// Where the host differs, rule by rule: `missing: -t nat -A KUBE-SERVICES -j RETURN`, `added:`
+    /// and the rule, or in words where the order of rules differs. Empty when it does not.
+    #[must_use]
+    pub fn difference_lines(&self, present: &Present) -> Vec<String> {
+        let (ours, theirs) = (self.lines(), present.lines());
+        let lacks = ours.iter().filter(|line| !theirs.contains(line));
+        let more = theirs.iter().filter(|line| !ours.contains(line));
+        let lacks = lacks.map(|line| format!("missing: {line}"));
+        let lines: Vec<String> = lacks
+            .chain(more.map(|line| format!("added: {line}")))
+            .collect();
+        if !lines.is_empty() {
+            return lines;
+        }
+        let differences = self.differences(present);
+        differences.iter().map(ToString::to_string).collect()
+    }
+
     /// The input for `iptables-restore --noflush` that makes the host equal: empty when it is,
     /// else with the tables that differ, each as a whole.
     ///
@@ -270,18 +298,25 @@ impl Ruleset {
     }
 
     /// The input for `iptables-restore --noflush` that removes the ruleset from the host: the
-    /// jumps to our chains, and the chains with their rules. Empty when nothing is there.
+    /// jumps to our chains, and the chains with their rules. Empty when there is nothing to remove.
     ///
-    /// A chain that other software's chain goes to can't be deleted; it stays, empty.
+    /// A chain that other software's chain goes to can't be deleted; it stays, empty
+    /// ([`Present::referenced`]).
     #[must_use]
     pub fn removal_text(&self, present: &Present) -> String {
         let mut text = String::new();
         for (table, theirs) in &present.0 {
-            if theirs.chains.is_empty() && theirs.jumps.is_empty() {
+            let stays = |chain: &str| theirs.referenced.contains_key(chain);
+            let chains = theirs.chains.iter();
+            let chains: Vec<&str> = chains
+                .filter(|(chain, rules)| !rules.is_empty() || !stays(chain))
+                .map(|(chain, _)| chain.as_str())
+                .collect();
+            if chains.is_empty() && theirs.jumps.is_empty() {
                 continue;
             }
             line(&mut text, format_args!("*{table}"));
-            for chain in theirs.chains.keys() {
+            for chain in &chains {
                 line(&mut text, format_args!(":{chain} - [0:0]"));
             }
             for (from, rules) in &theirs.jumps {
@@ -289,11 +324,7 @@ impl Ruleset {
                     line(&mut text, format_args!("-D {from} {rule}"));
                 }
             }
-            for chain in theirs
-                .chains
-                .keys()
-                .filter(|chain| !theirs.referenced.contains(*chain))
-            {
+            for chain in chains.into_iter().filter(|chain| !stays(chain)) {
                 line(&mut text, format_args!("-X {chain}"));
             }
             line(&mut text, format_args!("COMMIT"));

@@ -6,18 +6,19 @@ use std::net::IpAddr;
 
 use ipset_rs::Entry;
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
+use ipvs_proxy_iptables::{Present, Ruleset};
 use ipvs_proxy_netlink::Family;
 
 use self::faults::{Fault, Faults};
 use crate::op::{Dataplane, Failure, FailureKind, Op, Outcome, ReadError, Reading, StaleFlows};
-use crate::state::{Key, Role, Set, State, Value};
+use crate::state::{Key, Role, Set, State, Value, is_ours};
 
 pub mod faults;
 
 /// A kernel in memory.
 #[derive(Debug, Clone, Default)]
 pub struct MemoryKernel {
-    /// What it holds.
+    /// What it holds, also virtual servers of others: [`Dataplane::read_part`] leaves them out.
     pub state: State,
     /// Connections of real servers, as [`Dataplane::connections`] gives them.
     pub connections: BTreeMap<(VirtualServerKey, RealServerKey), u64>,
@@ -162,11 +163,25 @@ impl Dataplane for MemoryKernel {
     fn read_part(&mut self, wanted: &State, reading: &mut Reading) -> Result<bool, ReadError> {
         self.readings += 1;
         reading.state = self.faults.read(self.state.clone())?;
-        let same = |key: &Key, value: &Value| wanted.get(key) == Some(value);
-        reading
-            .state
-            .retain(|key, value| !matches!(key, Key::Rules(_)) || same(key, value));
+        let servers = reading.state.keys().filter_map(|key| match key {
+            Key::VirtualServer(vs) => Some(*vs),
+            _ => None,
+        });
+        let ours: BTreeSet<VirtualServerKey> =
+            servers.filter(|vs| is_ours(vs, &reading.state)).collect();
+        reading.state.retain(|key, value| match key {
+            Key::Rules(_) => wanted.get(key) == Some(value),
+            Key::VirtualServer(vs) | Key::RealServer(vs, _) => ours.contains(vs),
+            _ => true,
+        });
         Ok(true)
+    }
+
+    fn rule_differences(&mut self, wanted: &Ruleset) -> Result<Vec<String>, ReadError> {
+        match self.state.get(&Key::Rules(wanted.family)) {
+            Some(Value::Rules(rules)) if **rules == *wanted => Ok(Vec::new()),
+            _ => Ok(wanted.difference_lines(&Present::default())),
+        }
     }
 
     fn connections(

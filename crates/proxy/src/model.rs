@@ -67,6 +67,24 @@ pub struct Service {
     pub drain_timeout: Option<Duration>,
 }
 
+impl Service {
+    /// It has addresses from outside of the cluster.
+    #[must_use]
+    pub fn is_external(&self) -> bool {
+        !self.external_ips.is_empty() || !self.load_balancer_ips.is_empty()
+    }
+
+    /// The same without those addresses.
+    #[must_use]
+    pub fn without_external(&self) -> Service {
+        Service {
+            external_ips: Vec::new(),
+            load_balancer_ips: Vec::new(),
+            ..self.clone()
+        }
+    }
+}
+
 /// A port of a Service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServicePort {
@@ -152,6 +170,8 @@ pub struct NodePortAddresses {
     pub networks: Vec<IpNet>,
     /// The node's primary addresses (`primary`).
     pub primary: bool,
+    /// The node's primary address of its family, whatever the Node says (`--bind-address`).
+    pub bind_address: Option<IpAddr>,
     /// No address by itself (`localhost`, where IPVS serves nothing).
     pub localhost: bool,
 }
@@ -172,7 +192,11 @@ impl NodePortAddresses {
             .peekable();
         let all = networks.peek().is_none() && !self.primary && !self.localhost;
         all || networks.any(|net| net.contains(&address))
-            || self.primary && node.primary.contains(&address)
+            || self.primary
+                && match self.bind_address {
+                    Some(bound) if Family::of(bound) == family => bound == address,
+                    _ => node.primary.contains(&address),
+                }
     }
 }
 

@@ -5,6 +5,7 @@ use std::fmt;
 use std::net::IpAddr;
 
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
+use ipvs_proxy_iptables::Ruleset;
 
 use crate::state::{Key, State, Value};
 
@@ -108,6 +109,12 @@ pub trait Dataplane {
     /// # Errors
     /// If the part could not be read whole; the reading is of no use then.
     fn read_part(&mut self, wanted: &State, reading: &mut Reading) -> Result<bool, ReadError>;
+
+    /// How the kernel's rules of a family differ from these, a line each with table, chain and rule.
+    ///
+    /// # Errors
+    /// If they could not be read.
+    fn rule_differences(&mut self, wanted: &Ruleset) -> Result<Vec<String>, ReadError>;
 
     /// Reads all that is ours at once.
     ///

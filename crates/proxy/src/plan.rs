@@ -25,6 +25,9 @@ pub struct Config {
     pub scheduler: Scheduler,
     /// The pods' networks: what comes from there keeps its address on the way to a ClusterIP.
     pub cluster_cidrs: Vec<IpNet>,
+    /// The link by which pods' packets enter, instead of their networks: its name, or how the names of
+    /// such links begin, with a `+` behind.
+    pub pod_interface: Option<String>,
     /// Masquerade all that goes to a ClusterIP.
     pub masquerade_all: bool,
     /// The bit of the packet mark that asks for masquerading, 0 to 31.
@@ -36,6 +39,9 @@ pub struct Config {
     pub drain_timeout: Option<Duration>,
     /// Masquerading picks ports at random (iptables 1.6.2 and later can say so).
     pub random_fully: bool,
+    /// Virtual servers on addresses of these networks are never removed, nor are their real servers
+    /// while no Service has the virtual server (`--ipvs-exclude-cidrs`).
+    pub exclude_cidrs: Vec<IpNet>,
 }
 
 impl Default for Config {
@@ -45,11 +51,13 @@ impl Default for Config {
             families: Family::ALL.to_vec(),
             scheduler: Scheduler::RoundRobin,
             cluster_cidrs: Vec::new(),
+            pod_interface: None,
             masquerade_all: false,
             masquerade_bit: 14,
             node_port_addresses: NodePortAddresses::default(),
             drain_timeout: None,
             random_fully: true,
+            exclude_cidrs: Vec::new(),
         }
     }
 }

@@ -12,9 +12,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
+use ipvs_proxy_netlink::Protocol;
 
 use crate::cluster::Cluster;
 use crate::model::{Change, Node, ObjectName, Service};
@@ -28,7 +30,8 @@ mod order;
 mod reading;
 mod servers;
 
-pub use claims::Conflict;
+pub use claims::{Conflict, Takeover};
+pub use drains::{DrainNews, DrainStep};
 
 use claims::{Planned, Record};
 use drains::{Drain, is_udp};
@@ -62,6 +65,8 @@ pub struct Planner {
     config: Config,
     node: Node,
     links_known: bool,
+    /// The addresses of the links will be told, and have not been yet.
+    links_awaited: bool,
     cluster: Cluster,
     base: State,
     dirty: BTreeSet<ObjectName>,
@@ -79,12 +84,17 @@ pub struct Planner {
     remembered: BTreeMap<(VirtualServerKey, RealServerKey), Instant>,
     /// Changes whenever a drain begins or ends.
     drain_changes: u64,
+    drain_news: Vec<DrainNews>,
+    /// UDP virtual servers to which packets come once all that leads to them is there.
+    reached: BTreeSet<VirtualServerKey>,
     /// UDP flows whose real server went; all of a virtual server (`None`) that went, or that got
     /// its first real server.
     stale: StaleFlows,
     /// What the kernel holds and nobody claims, while not every source has listed: it stays.
     held: BTreeSet<Key>,
     conflicts: BTreeSet<Conflict>,
+    /// By virtual server: the Service that had it and the one that has it now.
+    takeovers: BTreeMap<VirtualServerKey, (ObjectName, ObjectName)>,
     /// What ops touched since a reading began.
     touched: Option<BTreeSet<Key>>,
     doubt: bool,
@@ -99,6 +109,7 @@ impl Planner {
             config,
             node: Node::default(),
             links_known: false,
+            links_awaited: false,
             cluster: Cluster::default(),
             dirty: BTreeSet::new(),
             ids: BTreeMap::new(),
@@ -112,9 +123,12 @@ impl Planner {
             drains: BTreeMap::new(),
             remembered: BTreeMap::new(),
             drain_changes: 0,
+            drain_news: Vec::new(),
+            reached: BTreeSet::new(),
             stale: BTreeSet::new(),
             held: BTreeSet::new(),
             conflicts: BTreeSet::new(),
+            takeovers: BTreeMap::new(),
             touched: None,
             doubt: false,
             base: State::new(),
@@ -137,6 +151,19 @@ impl Planner {
         planner
     }
 
+    /// Says that [`Change::NodeAddresses`] will come. External addresses are not served before:
+    /// one of them may be the node's own, and must never be on the dummy link then.
+    pub fn await_node_addresses(&mut self) {
+        self.links_awaited = true;
+    }
+
+    /// Whether the node's addresses are still to come, so that nobody knows what is served on
+    /// them: nothing that seems unclaimed may go before.
+    #[must_use]
+    pub fn awaits_node_addresses(&self) -> bool {
+        self.links_awaited
+    }
+
     /// Takes in a change of the cluster. Its cost depends on the change alone; a changed node
     /// touches every Service with node ports. Planning waits for [`Planner::next`], so that
     /// many changes of one Service cost one plan.
@@ -152,11 +179,17 @@ impl Planner {
                 false => node,
             }),
             Change::NodeAddresses(addresses) => {
-                self.links_known |= !addresses.is_empty();
-                self.change_node(Node {
+                let known = !addresses.is_empty();
+                self.links_known |= known;
+                let mut touched = self.change_node(Node {
                     addresses,
                     primary: self.node.primary.clone(),
-                })
+                });
+                if known && std::mem::replace(&mut self.links_awaited, false) {
+                    let external = self.cluster.services().filter(|(_, s)| s.is_external());
+                    touched.extend(external.map(|(name, _)| name.clone()));
+                }
+                touched
             }
         };
         self.dirty.extend(touched);
@@ -234,12 +267,8 @@ impl Planner {
             match outcome {
                 Outcome::Done => {
                     self.failures.remove(&key);
-                    if let Op::Add(Key::RealServer(vs, _), _) = op
-                        && is_udp(&vs)
-                        && !self.has_real_server(vs)
-                    {
-                        // Flows from before it was served: never translated, never masqueraded.
-                        self.stale.insert((vs, None));
+                    if let Op::Add(key, _) = &op {
+                        self.note_reached(key);
                     }
                     if let Op::Update(Key::Set(set), _) = op {
                         self.set_replaced(set, now);
@@ -269,6 +298,7 @@ impl Planner {
                 }
             }
         }
+        self.look_at_reached();
     }
 
     /// When [`Planner::next`] or [`Planner::drains_due`] has something to say again without any
@@ -317,9 +347,23 @@ impl Planner {
     fn wanted(&self, key: &Key) -> Option<Value> {
         match self.claimed(key) {
             Some(value) => Some(value.clone()),
-            None if self.held.contains(key) => self.applied(key).cloned(),
+            None if self.held.contains(key) || self.is_spared(key) => self.applied(key).cloned(),
             None => self.drains_to(key),
         }
+    }
+
+    /// A virtual server that no Service has, in a network where none is ever removed; or its real
+    /// server.
+    fn is_spared(&self, key: &Key) -> bool {
+        let (Key::VirtualServer(vs) | Key::RealServer(vs, _)) = key else {
+            return false;
+        };
+        let VirtualServerKey::Address { address, .. } = vs else {
+            return false;
+        };
+        let excluded = &self.config.exclude_cidrs;
+        excluded.iter().any(|net| net.contains(address))
+            && self.claimed(&Key::VirtualServer(*vs)).is_none()
     }
 
     /// What the kernel holds at a key, as far as this planner knows.
@@ -405,11 +449,11 @@ impl Planner {
             return;
         }
         if let Key::RealServer(vs, rs) = key {
-            let held = self.held.contains(&key);
+            let held = self.held.contains(&key) || self.is_spared(&key);
             if self.claimed(&key).is_none() && self.applied(&key).is_some() && !held {
                 self.begin_drain(vs, rs, now);
             } else {
-                self.drain_changes += u64::from(self.drains.remove(&(vs, rs)).is_some());
+                self.end_drain(vs, rs, self.applied(&key).is_some());
                 if !held {
                     // It came back: its next drain is another one.
                     self.remembered.remove(&(vs, rs));
@@ -439,13 +483,12 @@ impl Planner {
         }
         self.set_applied(key, None);
         let Key::VirtualServer(vs) = key else { return };
+        self.reached.remove(&vs);
         let children: Vec<Key> = self.real_servers.of(vs).collect();
         for child in children {
             self.set_applied(child, None);
-            if let Key::RealServer(vs, rs) = child
-                && self.drains.remove(&(vs, rs)).is_some()
-            {
-                self.drain_changes += 1;
+            if let Key::RealServer(vs, rs) = child {
+                self.end_drain(vs, rs, false);
             }
             if self.op(&child).is_none() {
                 self.unmark(&child);
@@ -497,6 +540,18 @@ struct Pause {
     attempts: u32,
     until: Instant,
     group: Group,
+}
+
+/// The keys that virtual servers on an address can have.
+fn virtual_servers(address: IpAddr) -> RangeInclusive<Key> {
+    let at = |port, protocol| {
+        Key::VirtualServer(VirtualServerKey::Address {
+            address,
+            port,
+            protocol,
+        })
+    };
+    at(0, Protocol::Tcp)..=at(u16::MAX, Protocol::Other(u8::MAX))
 }
 
 /// The lowest and the highest key that a real server of a virtual server can have.

@@ -44,12 +44,15 @@ fn nat(config: &Config, family: Family) -> TableRules {
         .cluster_cidrs
         .iter()
         .filter(|net| Family::of(net.addr()) == family);
-    let pods = networks.map(ipnet::IpNet::trunc).next();
+    let pods = match &config.pod_interface {
+        Some(link) => Some(format!("! -i {link}")),
+        None => networks.map(|net| format!("! -s {}", net.trunc())).next(),
+    };
     services.push(match pods {
         _ if config.masquerade_all => {
             format!("{comment} {cluster_ip} dst,dst -j KUBE-MARK-MASQ")
         }
-        Some(pods) => format!("! -s {pods} {comment} {cluster_ip} dst,dst -j KUBE-MARK-MASQ"),
+        Some(not_pods) => format!("{not_pods} {comment} {cluster_ip} dst,dst -j KUBE-MARK-MASQ"),
         // Only the node itself, which takes the VIP as its source when it goes to a VIP.
         None => format!("{comment} {cluster_ip} src,dst -j KUBE-MARK-MASQ"),
     });
@@ -66,11 +69,12 @@ fn nat(config: &Config, family: Family) -> TableRules {
             "-m comment --comment \"{comment}\" {set} dst,dst -j KUBE-MARK-MASQ"
         ));
     }
-    services.push("-j KUBE-NODE-PORT".to_owned());
     // A VIP is a local address: keep the port maps of container networks away from it.
     for role in [Role::ClusterIp, Role::LoadBalancer, Role::ExternalIp] {
         services.push(format!("{} dst,dst -j ACCEPT", matching(family, role)));
     }
+    // After them: a port of a VIP may be a node port as well, and is not to be masqueraded for that.
+    services.push("-j KUBE-NODE-PORT".to_owned());
 
     let node_port = |protocol: &str, role, flags: &str, name: &str| {
         format!(

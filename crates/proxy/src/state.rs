@@ -13,7 +13,7 @@ use ipvs_proxy_netlink::Family;
 /// The dummy link that holds the VIPs.
 pub const LINK: &str = "kube-ipvs0";
 
-/// A role that a set plays. All but the last two are kube-proxy's.
+/// A role that a set plays. All but the last three are kube-proxy's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Role {
     /// Endpoints of this node, for a pod that reaches itself through its own Service.
@@ -53,24 +53,93 @@ pub enum Role {
     /// Ours, not kube-proxy's: virtual servers on addresses that are not on the dummy link, so
     /// that they are known as ours after a crash.
     Owned,
+    /// Ours, not kube-proxy's: the firewall marks of virtual servers, for the same reason. A mark
+    /// is the address with its number ([`mark_entry`]).
+    Marks,
     /// Ours, not kube-proxy's: VIP and port that a virtual server with real servers serves now. It
     /// is what the filter lets pass: filled last, emptied first, so that no VIP and port ever reaches a
     /// socket of the host.
     Serving,
 }
 
-impl Role {
-    /// The sets whose entries own a virtual server on their address and port: filled before it is
-    /// made, emptied after it is gone.
-    pub const OWNING: [Role; 4] = [
-        Role::ClusterIp,
-        Role::ExternalIp,
-        Role::LoadBalancer,
-        Role::Owned,
-    ];
+/// The roles whose entries own the virtual server on their address and port.
+const OWNING: [Role; 4] = [
+    Role::ClusterIp,
+    Role::ExternalIp,
+    Role::LoadBalancer,
+    Role::Owned,
+];
+
+/// The set entries by which a virtual server is known as ours; each of them is enough. They come
+/// before it is made and go after it is gone.
+pub fn owning_entries(server: &VirtualServerKey) -> impl Iterator<Item = Key> + use<> {
+    let family = server.family();
+    let (roles, entry) = match *server {
+        VirtualServerKey::Address {
+            address,
+            port,
+            protocol,
+        } => (&OWNING[..], Entry::IpPort(address, protocol, port)),
+        VirtualServerKey::FirewallMark { mark, family } => {
+            (&[Role::Marks][..], mark_entry(mark, family))
+        }
+    };
+    roles.iter().map(move |role| {
+        Key::Entry(
+            Set {
+                family,
+                role: *role,
+            },
+            entry,
+        )
+    })
 }
 
-const ROLES: [(Role, &str); 19] = [
+/// A firewall mark as the entry of a set of [`Role::Marks`]: mark 7 is `0.0.0.7`, and `::7` in the
+/// set of IPv6. (A set can't hold `0.0.0.0`, and no virtual server can have mark 0.)
+#[must_use]
+pub fn mark_entry(mark: u32, family: Family) -> Entry {
+    Entry::Ip(match family {
+        Family::V4 => IpAddr::V4(mark.into()),
+        Family::V6 => IpAddr::V6(u128::from(mark).into()),
+    })
+}
+
+/// The virtual server that a set's entry makes ours, `None` for an entry that owns none.
+#[must_use]
+pub fn owned_by(set: Set, entry: &Entry) -> Option<VirtualServerKey> {
+    match *entry {
+        Entry::IpPort(address, protocol, port) if OWNING.contains(&set.role) => {
+            Some(VirtualServerKey::Address {
+                address,
+                port,
+                protocol,
+            })
+        }
+        Entry::Ip(address) if set.role == Role::Marks => {
+            let mark = match address {
+                IpAddr::V4(v4) => v4.to_bits(),
+                IpAddr::V6(v6) => u32::try_from(v6.to_bits()).ok()?,
+            };
+            let family = set.family;
+            Some(VirtualServerKey::FirewallMark { mark, family })
+        }
+        _ => None,
+    }
+}
+
+/// Whether a virtual server is ours by what a kernel holds: its address is on the link, or a set
+/// owns it. All others are somebody else's.
+#[must_use]
+pub fn is_ours(server: &VirtualServerKey, state: &State) -> bool {
+    let bound = match server {
+        VirtualServerKey::Address { address, .. } => state.contains_key(&Key::Address(*address)),
+        VirtualServerKey::FirewallMark { .. } => false,
+    };
+    bound || owning_entries(server).any(|entry| state.contains_key(&entry))
+}
+
+const ROLES: [(Role, &str); 20] = [
     (Role::LoopBack, "LOOP-BACK"),
     (Role::ClusterIp, "CLUSTER-IP"),
     (Role::ExternalIp, "EXTERNAL-IP"),
@@ -89,6 +158,7 @@ const ROLES: [(Role, &str); 19] = [
     (Role::HealthCheckNodePort, "HEALTH-CHECK-NODE-PORT"),
     (Role::IpvsIps, "IPVS-IPS"),
     (Role::Owned, "IPVS-OWNED"),
+    (Role::Marks, "IPVS-MARKS"),
     (Role::Serving, "IPVS-SERVING"),
 ];
 
@@ -136,7 +206,7 @@ impl Set {
         match self.role {
             Role::LoopBack | Role::LoadBalancerSourceIp => SetType::HashIpPortIp(self.family),
             Role::LoadBalancerSourceCidr => SetType::HashIpPortNet(self.family),
-            Role::IpvsIps => SetType::HashIp(self.family),
+            Role::IpvsIps | Role::Marks => SetType::HashIp(self.family),
             Role::NodePortTcp
             | Role::NodePortLocalTcp
             | Role::NodePortUdp

@@ -156,8 +156,8 @@ fn node_ports() -> Vec<Row> {
                 &w.chain(V4, Table::Nat, "KUBE-SERVICES"),
                 &[
                     "KUBE-CLUSTER-IP src,dst -j KUBE-MARK-MASQ",
-                    "-j KUBE-NODE-PORT",
                     "KUBE-CLUSTER-IP dst,dst -j ACCEPT",
+                    "-j KUBE-NODE-PORT",
                 ],
             );
         })),
@@ -389,8 +389,8 @@ fn vips() -> Vec<Row> {
                 &w.chain(V4, Table::Nat, "KUBE-SERVICES"),
                 &[
                     "KUBE-LOAD-BALANCER dst,dst -j KUBE-MARK-MASQ",
-                    "-j KUBE-NODE-PORT",
                     "KUBE-LOAD-BALANCER dst,dst -j ACCEPT",
+                    "-j KUBE-NODE-PORT",
                 ],
             );
         })),
@@ -426,8 +426,8 @@ fn vips() -> Vec<Row> {
                     &rules,
                     &[
                         &format!("{set} {flags} -j KUBE-MARK-MASQ"),
-                        "-j KUBE-NODE-PORT",
                         &format!("{set} dst,dst -j ACCEPT"),
+                        "-j KUBE-NODE-PORT",
                     ],
                 );
             }

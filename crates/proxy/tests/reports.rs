@@ -15,9 +15,9 @@
 //! | D02 (`expire_quiescent_template`), D05 (probing a scheduler) | kernel, daemon check |
 //! | D07 (a scheduler for each Service) | waits for per-Service schedulers |
 //! | E01 (restart under load), E05 (rules, sets, link flushed for real) | kernel |
-//! | E02 (foreign virtual servers), E06, E07, E08, E11 | dataplane, kernel, cleanup |
+//! | E02 (foreign virtual servers; here: excluded networks), E06, E07, E08, E11 | dataplane, kernel, cleanup |
 //! | E04 (watch death, 410, the health of it) | daemon watch; here: what a re-list comes down to |
-//! | F01, F03 (sockets), F05 (attributes in any order) | netlink, ipvs, kernel |
+//! | F01 (answers to others), F03 (sockets), F05 (attributes in any order) | netlink, ipvs, kernel |
 //! | F08 (latency samples at the first sync) | daemon metrics |
 //! | G04 (names for swapping), G05, G06, G07, G09 | ipset, dataplane, kernel |
 
@@ -36,6 +36,7 @@ use ipvs_netlink::{Scheduler, VirtualServerKey};
 use ipvs_proxy_core::model::{Change, Endpoint, Service, Slice};
 use ipvs_proxy_core::op::Op;
 use ipvs_proxy_core::plan::Config;
+use ipvs_proxy_core::planner::DrainStep;
 use ipvs_proxy_core::state::{Key, Value};
 use world::*;
 
@@ -339,6 +340,63 @@ mod a {
         world.settled([endpoints(&[])]);
         assert_eq!(world.later(SECOND * 59), NOTHING, "59 s");
         assert_eq!(world.later(SECOND).len(), 1, "60 s");
+    }
+
+    /// The news of drains since the last call, without where.
+    fn news(world: &mut World) -> Vec<DrainStep> {
+        let news = world.planner.take_drain_news().into_iter();
+        news.map(|news| {
+            assert_eq!(news.service.as_ref(), Some(&name("s")));
+            assert_eq!(news.virtual_server, web_vs());
+            assert_eq!(news.real_server, rs("10.244.1.5:8080"));
+            news.step
+        })
+        .collect()
+    }
+
+    #[test]
+    fn a06_the_course_of_a_drain_is_told() {
+        // It began, and was cut at its deadline with what it had then.
+        let mut world = limited();
+        draining(&mut world);
+        let began = DrainStep::Began(Some(world.now + LIMIT));
+        assert_eq!(news(&mut world), [began]);
+        world.later(LIMIT - SECOND);
+        world.connect(web_vs(), "10.244.1.5:8080", 7);
+        assert_eq!(news(&mut world), []);
+        world.later(SECOND);
+        assert_eq!(news(&mut world), [DrainStep::Cut(7)]);
+
+        // Its last connection went.
+        let mut world = limited();
+        draining(&mut world);
+        world.kernel.connections.clear();
+        world.later(SECOND * 3);
+        assert_eq!(news(&mut world)[1..], [DrainStep::Emptied]);
+
+        // Without a deadline; it came back.
+        let mut world = web(&[ready("10.244.1.5")]);
+        world.connect(web_vs(), "10.244.1.5:8080", 1);
+        world.settled([endpoints(&[])]);
+        world.settled([endpoints(&[ready("10.244.1.5")])]);
+        assert_eq!(
+            news(&mut world),
+            [DrainStep::Began(None), DrainStep::Returned]
+        );
+
+        // Its Service went; somebody else took it away.
+        let mut world = limited();
+        draining(&mut world);
+        world.settled([gone("s")]);
+        assert_eq!(news(&mut world)[1..], [DrainStep::Gone]);
+        let mut world = limited();
+        draining(&mut world);
+        let key = Key::RealServer(web_vs(), rs("10.244.1.5:8080"));
+        world.kernel.state.remove(&key);
+        world.later(SECOND * 3);
+        assert_eq!(news(&mut world)[1..], [DrainStep::Gone]);
+        world.later(LIMIT);
+        assert_eq!(news(&mut world), []);
     }
 
     #[test]
@@ -994,8 +1052,28 @@ mod c {
             ]
         );
         assert!(world.bound("203.0.113.7"));
+        let told = |world: &mut World| -> Vec<String> {
+            let all = world.planner.take_takeovers();
+            all.iter().map(ToString::to_string).collect()
+        };
+        assert_eq!(
+            told(&mut world),
+            ["Service ns/a: took 203.0.113.7:80/tcp over from Service ns/b"]
+        );
+        assert_eq!(told(&mut world), NOTHING);
         world.at_rest();
         assert_eq!(world.servers(contested), ["10.244.1.1:8080 w1"]);
+        // Both go, the winner first: nobody took over.
+        let mut world = World::of(rivals());
+        world.settled([gone("b"), gone("a")]);
+        assert_eq!(told(&mut world), NOTHING);
+        // The winner stays, by another port.
+        let mut world = World::of(rivals());
+        let mut moved = external(http("10.96.0.2"), &["203.0.113.7"]);
+        moved.created = Some(100);
+        moved.ports[0].port = 81;
+        world.settled([put("b", moved)]);
+        assert_eq!(told(&mut world).len(), 1);
         // The loser goes: nothing at the contested server.
         let mut world = World::of(rivals());
         let ops = world.settled([gone("a")]);
@@ -1003,7 +1081,49 @@ mod c {
             !ops.iter().any(|op| op.to_string().contains("203.0.113.7")),
             "{ops:?}"
         );
+        assert_eq!(told(&mut world), NOTHING);
         world.at_rest();
+    }
+
+    #[test]
+    fn c04_no_external_address_is_bound_before_the_nodes_are_known() {
+        let links = |addresses: &[&str]| {
+            Change::NodeAddresses(addresses.iter().map(|text| ip(text)).collect())
+        };
+        let vips = [
+            "203.0.113.7",
+            "203.0.113.8",
+            "192.168.10.11",
+            "192.168.10.12",
+        ];
+        let mut world = World::new();
+        world.planner.await_node_addresses();
+        // The Node object knows one of the node's addresses only.
+        world.settled([
+            node(&["192.168.10.11"]),
+            put("e", external(http("10.96.0.20"), &[vips[0], vips[2]])),
+            put("l", balanced(http("10.96.0.21"), &[vips[1], vips[3]])),
+            put_slice("e-1", http_slice("e", &[ready("10.244.1.5")])),
+            put_slice("l-1", http_slice("l", &[ready("10.244.1.6")])),
+        ]);
+        // A listing of nothing is one that failed.
+        world.settled([links(&[])]);
+        assert!(world.planner.awaits_node_addresses());
+        assert!(world.bound("10.96.0.20") && world.bound("10.96.0.21"));
+        for vip in vips {
+            assert!(!world.bound(vip) && !world.has(vs(&format!("{vip}:80"), TCP)));
+        }
+        world.settled([links(&["192.168.10.11", "192.168.10.12"])]);
+        assert!(!world.planner.awaits_node_addresses());
+        for (vip, bound) in vips.into_iter().zip([true, true, false, false]) {
+            assert_eq!(world.bound(vip), bound, "{vip}");
+            assert!(world.has(vs(&format!("{vip}:80"), TCP)), "{vip}");
+        }
+        let ever = world.kernel.log.iter().map(ToString::to_string);
+        let on_link: Vec<String> = ever
+            .filter(|op| op.contains("add address 192.168"))
+            .collect();
+        assert_eq!(on_link, NOTHING);
     }
 
     #[test]
@@ -1358,6 +1478,49 @@ mod e {
 
     use super::*;
 
+    /// What an excluded network has and no Service has stays, real servers and all; a Service in
+    /// there is served as any other, and leaves its virtual server behind.
+    #[test]
+    fn e02_excluded_networks() {
+        let (inside, beside) = (vs("203.0.113.7:80", TCP), vs("203.0.113.200:80", TCP));
+        let slice = |of| http_slice(of, &[ready("10.244.1.5"), ready("10.244.1.6")]);
+        let before = World::of([
+            put("a", http("203.0.113.7")),
+            put_slice("a-1", slice("a")),
+            put("b", http("203.0.113.200")),
+            put_slice("b-1", slice("b")),
+        ]);
+        let mut world = World::with(Config {
+            exclude_cidrs: vec!["203.0.113.0/25".parse().unwrap()],
+            ..Config::default()
+        });
+        world.kernel = before.kernel;
+        world.restart();
+        world.settle();
+        let left = ["10.244.1.5:8080 w1", "10.244.1.6:8080 w1"];
+        assert_eq!(
+            (world.servers(inside), world.has(beside)),
+            (left.map(str::to_owned).into(), false)
+        );
+        assert!(!world.bound("203.0.113.7"));
+
+        world.settled([
+            put("c", http("203.0.113.7")),
+            put_slice("c-1", http_slice("c", &[ready("10.244.1.5")])),
+        ]);
+        assert!(world.bound("203.0.113.7"));
+        world.later(Duration::from_secs(4));
+        assert_eq!(world.servers(inside), ["10.244.1.5:8080 w1"]);
+        assert_eq!(world.ipvs([gone("c"), slice_gone("c-1")]), NOTHING);
+        assert!(world.has(inside) && !world.bound("203.0.113.7"));
+
+        // At rest: nothing to write for an audit, a reading, a new process.
+        world.audit();
+        assert_eq!(world.settle(), []);
+        world.restart();
+        assert_eq!(world.settle(), []);
+    }
+
     fn three() -> World {
         let mut world = World::new();
         for n in 1..=3 {
@@ -1595,6 +1758,51 @@ mod f {
 
     use super::*;
 
+    /// What a socket that two use does to its users: answers are lost, or come to who did not ask.
+    /// (One thread owns each of our sockets, and the socket drops answers that it did not wait for.)
+    #[test]
+    fn f01_whatever_answers_are_lost_the_next_ops_are_right() {
+        for first in 0..20 {
+            for apart in [1, 2, 5] {
+                let mut world = web(&[ready("10.244.1.5"), ready("10.244.1.6")]);
+                world.settled([put("t", http("10.96.0.21")), put("u", http("10.96.0.22"))]);
+                world.connect(web_vs(), "10.244.1.5:8080", 1);
+                for (nth, fault) in [
+                    (first, Fault::LostAnswer),
+                    (first + apart, Fault::LostRequest),
+                    (first + apart * 2, Fault::LostAnswer),
+                ] {
+                    world.kernel.faults.strike(nth, fault);
+                }
+                // Mixed: one to edit, one to add, some to take away, some to make.
+                let events = [
+                    endpoints(&[ready("10.244.1.6"), ready("10.244.1.7")]),
+                    gone("t"),
+                    put("v", http("10.96.0.23")),
+                    put("u", sticky(http("10.96.0.22"), Some(60))),
+                ];
+                world.settled(events);
+                let again: Vec<Op> = (0..5)
+                    .flat_map(|_| {
+                        world.now += SECOND;
+                        world.settle()
+                    })
+                    .collect();
+                assert!(again.len() <= 6, "no more than was lost: {again:?}");
+                assert_eq!(world.planner.next(world.now), []);
+                assert_eq!(
+                    world.servers(web_vs()),
+                    [
+                        "10.244.1.5:8080 w0",
+                        "10.244.1.6:8080 w1",
+                        "10.244.1.7:8080 w1"
+                    ]
+                );
+                world.at_rest();
+            }
+        }
+    }
+
     #[test]
     fn f02_an_interrupted_listing_is_not_used() {
         for interrupted in 1..=5 {
@@ -1687,6 +1895,103 @@ mod f {
             ["update real server 10.244.1.6:8080 of 10.97.3.27:80/tcp, weight 1"]
         );
         assert_eq!(world.kernel.readings, readings);
+    }
+}
+
+/// UDP flows.
+mod u {
+    use std::collections::BTreeSet;
+
+    use ipvs_proxy_core::op::{Dataplane as _, Outcome};
+    use ipvs_proxy_core::state::Set;
+
+    use super::*;
+
+    const DNS: [(&str, ipvs_proxy_netlink::Protocol, u16); 1] = [("dns", UDP, 53)];
+
+    fn dns(endpoints: &[Endpoint]) -> Change {
+        put_slice("dns-1", slice("dns", &DNS, endpoints))
+    }
+
+    /// Works until there is nothing to do now; after which ops all flows of which virtual servers
+    /// were to be forgotten.
+    fn forgotten(world: &mut World) -> Vec<(String, VirtualServerKey)> {
+        let mut forgotten = Vec::new();
+        loop {
+            let ops = world.planner.next(world.now);
+            let Some(last) = ops.last().map(ToString::to_string) else {
+                return forgotten;
+            };
+            let outcomes: Vec<Outcome> = world.kernel.apply(&ops);
+            world
+                .planner
+                .commit(ops.into_iter().zip(outcomes), world.now);
+            let stale = world.planner.take_stale_flows();
+            forgotten.extend(stale.into_iter().map(|(vs, _)| (last.clone(), vs)));
+        }
+    }
+
+    #[test]
+    fn u01_flows_of_before_are_forgotten_once_packets_come() {
+        let mut world = World::of([
+            node(&["192.168.10.11"]),
+            put(
+                "dns",
+                node_ports(
+                    external(service("10.96.0.10", &DNS), &["192.168.10.11"]),
+                    &[30053],
+                ),
+            ),
+        ]);
+        let of = |text: &str| vs(text, UDP);
+        let let_in = "add entry 10.96.0.10,udp:53 of set KUBE-IPVS-SERVING".to_owned();
+        let served =
+            "add real server 10.244.1.5:53 of 192.168.10.11:30053/udp, weight 1".to_owned();
+        world.apply(dns(&[ready("10.244.1.5")]));
+        // Those on the node's address have nothing more to wait for.
+        assert_eq!(
+            forgotten(&mut world),
+            [
+                (served.clone(), of("192.168.10.11:53")),
+                (served, of("192.168.10.11:30053")),
+                (let_in.clone(), of("10.96.0.10:53")),
+            ]
+        );
+        world.apply(dns(&[ready("10.244.1.5"), ready("10.244.1.6")]));
+        assert_eq!(forgotten(&mut world), []);
+
+        // All at once, and the address fails at first: with the address.
+        let mut world = World::new();
+        let address = Key::Address(ip("10.96.0.10"));
+        world.apply(put("dns", service("10.96.0.10", &DNS)));
+        world.apply(dns(&[ready("10.244.1.5")]));
+        world
+            .kernel
+            .refuse
+            .insert(address, ipvs_proxy_core::op::FailureKind::Busy);
+        assert_eq!(forgotten(&mut world), []);
+        world.kernel.refuse.clear();
+        world.now += SECOND * 2;
+        let bound = "add address 10.96.0.10 on kube-ipvs0".to_owned();
+        let all: BTreeSet<_> = forgotten(&mut world).into_iter().collect();
+        assert!(
+            all == BTreeSet::from([(bound.clone(), of("10.96.0.10:53"))])
+                || all == BTreeSet::from([(let_in.clone(), of("10.96.0.10:53"))]),
+            "{all:?}"
+        );
+
+        // What others took away, and a process that ended before packets came.
+        let role = ipvs_proxy_core::state::Role::Serving;
+        let set = Set {
+            family: ipvs_proxy_netlink::Family::V4,
+            role,
+        };
+        let entry = ipset_rs::Entry::IpPort(ip("10.96.0.10"), UDP, 53);
+        for (key, back) in [(address, &bound), (Key::Entry(set, entry), &let_in)] {
+            world.kernel.state.remove(&key);
+            world.restart();
+            assert_eq!(forgotten(&mut world), [(back.clone(), of("10.96.0.10:53"))]);
+        }
     }
 }
 

@@ -16,8 +16,8 @@ use super::{Scene, vips, web};
 
 /// How much later than its deadline a real server may go, on a busy machine.
 const LATE: Duration = Duration::from_secs(3);
-/// How much earlier it may go: the file counts whole seconds.
-const EARLY: Duration = Duration::from_secs(1);
+/// How much earlier it may go: the file counts milliseconds, and clocks are set.
+const EARLY: Duration = Duration::from_millis(50);
 const ANNOTATION: &str = "ipvs-proxy.io/drain-timeout";
 
 /// A connection to each of two endpoints of each VIP, from each place; those to pod0 and the others.
@@ -98,6 +98,19 @@ fn ends_at_the_deadline(service: &str, flags: &[&str]) {
     ping_until(Instant::now(), &mut others, "pod0 is gone");
     let left = fs::read_to_string(drains_file(&scene)).unwrap();
     assert_eq!(left, "[]");
+    for (vip, real_server) in ["10.96.0.10:80", "[fd96::10]:80"]
+        .iter()
+        .zip(["10.0.0.2:8080", "[fd00:10::2]:8080"])
+    {
+        let of = format!("service=\"default/web\" server={vip}/tcp real_server={real_server}");
+        let log = scene.daemon.as_ref().unwrap().log();
+        for told in [
+            format!("drain began {of} ends_in_ms="),
+            format!("drain was cut at its deadline {of} connections=3"),
+        ] {
+            assert_eq!(log.matches(&told).count(), 1, "{told}\n{log}");
+        }
+    }
 }
 
 #[test]

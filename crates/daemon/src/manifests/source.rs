@@ -45,6 +45,11 @@ pub enum Problem {
         /// What and why.
         refusal: Refusal,
     },
+    /// There was a problem with a file or directory, and there is none any more.
+    Mended {
+        /// The path.
+        path: String,
+    },
     /// An object stands twice; the last in the order of paths counts.
     Twice {
         /// Kind, namespace and name.
@@ -75,6 +80,7 @@ impl fmt::Display for Problem {
                 line,
                 refusal,
             } => write!(f, "{file}:{line}: {refusal}"),
+            Problem::Mended { path } => write!(f, "{path}: is good again"),
             Problem::Twice {
                 object,
                 ignored,
@@ -147,6 +153,8 @@ struct File {
     refusals: HashSet<Refusal>,
     /// It was read well at least once.
     good: bool,
+    /// It was not read well the last time, or not all of it can be used.
+    faulty: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -253,6 +261,10 @@ impl Source {
                 self.refresh(&key, &mut scan);
             }
         }
+        for path in self.unreachable.difference(&unreachable) {
+            let path = printable(&path.display().to_string());
+            scan.problems.push(Problem::Mended { path });
+        }
         self.unreachable = unreachable;
         (self.changes(scan.before), scan.problems)
     }
@@ -294,6 +306,7 @@ impl Source {
                 object_only: false,
             });
         }
+        let faulty = std::mem::replace(&mut file.faulty, !errors.is_empty());
         let kept = file.good && !errors.is_empty();
         let whole = errors.is_empty();
         scan.problems.extend(
@@ -308,6 +321,11 @@ impl Source {
         let read = self.translate(key, objects, scan);
         let file = self.files.entry(key.clone()).or_default();
         file.good = whole;
+        file.faulty |= !file.refusals.is_empty();
+        if faulty && !file.faulty {
+            let path = show(key);
+            scan.problems.push(Problem::Mended { path });
+        }
         let old = std::mem::take(&mut file.keys);
         file.keys = read.keys().cloned().collect();
         self.replace(key, old, read, scan);

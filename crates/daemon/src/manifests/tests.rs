@@ -365,6 +365,8 @@ fn a_bad_file_keeps_its_last_good_content() {
         "{problems:?}"
     );
     assert!(problems[0].ends_with("; the file's last good content stays in force"));
+    let mended = |file: &str| format!("{}: is good again", dir.path(file).display());
+    assert_eq!(problems[1..], [mended("b.yaml")]);
     assert!(source.is_complete());
     std::thread::sleep(Duration::from_millis(120));
     dir.write("a.yaml", "\u{0}\u{1}");
@@ -377,10 +379,16 @@ fn a_bad_file_keeps_its_last_good_content() {
     );
     // Said once.
     assert_eq!(outcome(&mut source), (vec![], vec![]));
+    let expected = (vec!["+a 10.0.0.3".to_owned()], vec![mended("a.yaml")]);
     dir.write("a.yaml", &service_text("a", "10.0.0.3"));
-    assert_eq!(outcome(&mut source).0, ["+a 10.0.0.3"]);
+    assert_eq!(outcome(&mut source), expected);
+    dir.write("a.yaml", &service_text("a", "10.0.0.4"));
+    assert_eq!(
+        outcome(&mut source),
+        (vec!["+a 10.0.0.4".to_owned()], vec![])
+    );
     fs::remove_file(dir.path("b.yaml")).unwrap();
-    assert_eq!(outcome(&mut source).0, ["-b"]);
+    assert_eq!(outcome(&mut source), (vec!["-b".to_owned()], vec![]));
 }
 
 #[test]
@@ -401,6 +409,8 @@ fn a_directory_that_vanishes_keeps_its_last_good_content() {
     assert!(!source.is_complete());
     assert_eq!(outcome(&mut source), (vec![], vec![]));
     fs::rename(&away, &dir.0).unwrap();
+    let mended = format!("{}: is good again", dir.0.display());
+    assert_eq!(outcome(&mut source), (vec![], vec![mended]));
     assert_eq!(outcome(&mut source), (vec![], vec![]));
     assert!(source.is_complete());
     // A file that is named itself is kept too.
@@ -474,7 +484,11 @@ fn refusals_are_told_once() {
     );
     assert_eq!(outcome(&mut source), (vec![], vec![]));
     dir.write("a.yaml", &service_text("a", "10.0.0.30"));
-    assert_eq!(outcome(&mut source).0, ["+a 10.0.0.30"]);
+    let mended = format!("{file}: is good again");
+    assert_eq!(
+        outcome(&mut source),
+        (vec!["+a 10.0.0.30".to_owned()], vec![mended])
+    );
     dir.write("a.yaml", &service_text("a", "10.0.0.300"));
     let (changes, problems) = outcome(&mut source);
     assert_eq!((changes, problems.len()), (vec!["-a".to_owned()], 1));

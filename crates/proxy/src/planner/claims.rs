@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ipvs_netlink::VirtualServerKey;
 
 use super::{API_SERVER, FIRST_OTHER, Group, Planner, ServiceId, UNCLAIMED, real_servers};
-use crate::model::ObjectName;
+use crate::model::{ObjectName, Service};
 use crate::plan;
 use crate::state::{Key, Value};
 
@@ -29,6 +29,24 @@ impl fmt::Display for Conflict {
             f,
             "Service {loser}: {key} belongs to the older Service {winner}: not served"
         )
+    }
+}
+
+/// A virtual server that a Service had went to the next one that claims it.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Takeover {
+    /// What they both claimed.
+    pub key: VirtualServerKey,
+    /// The Service that had it.
+    pub from: ObjectName,
+    /// The Service that has it now.
+    pub to: ObjectName,
+}
+
+impl fmt::Display for Takeover {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Takeover { key, from, to } = self;
+        write!(f, "Service {to}: took {key} over from Service {from}")
     }
 }
 
@@ -154,6 +172,19 @@ impl Planner {
         std::mem::take(&mut self.conflicts)
     }
 
+    /// The virtual servers that went from one Service to another since the last call, because the
+    /// first does not claim them any more.
+    pub fn take_takeovers(&mut self) -> Vec<Takeover> {
+        self.replan();
+        let takeovers = std::mem::take(&mut self.takeovers).into_iter();
+        let takeovers = takeovers.map(|(key, (from, to))| Takeover { key, from, to });
+        // It may have gone on, or back.
+        takeovers
+            .filter(|t| t.from != t.to)
+            .filter(|t| self.owner(&Key::VirtualServer(t.key)) == Some(&t.to))
+            .collect()
+    }
+
     /// The Service that a key belongs to now.
     #[must_use]
     pub fn owner(&self, key: &Key) -> Option<&ObjectName> {
@@ -168,7 +199,11 @@ impl Planner {
     /// Plans every dirty Service and marks what differs from its last plan.
     pub(super) fn replan(&mut self) {
         for name in std::mem::take(&mut self.dirty) {
-            let service = self.cluster.get(&name);
+            let mut service = self.cluster.get(&name);
+            let waiting = service
+                .filter(|s| self.links_awaited && s.is_external())
+                .map(Service::without_external);
+            service = waiting.as_ref().or(service);
             let items = service.map_or_else(Vec::new, |service| {
                 plan::plan(
                     service,
@@ -214,10 +249,23 @@ impl Planner {
                 }
             }
             for key in went {
-                if !matches!(key, Key::RealServer(..))
-                    && let Some(record) = self.records.get_mut(&key)
-                {
+                if matches!(key, Key::RealServer(..)) {
+                    continue;
+                }
+                let Some(record) = self.records.get_mut(&key) else {
+                    continue;
+                };
+                let rivals = record.claims.more.is_some();
+                let before = self.owner(&key).filter(|_| rivals).cloned();
+                if let Some(record) = self.records.get_mut(&key) {
                     record.claims.remove(id);
+                }
+                if let (Key::VirtualServer(key), Some(from), Some(to)) =
+                    (key, before, self.owner(&key))
+                {
+                    let to = to.clone();
+                    let takeover = self.takeovers.entry(key).or_insert((from, to.clone()));
+                    takeover.1 = to;
                 }
             }
             let contested = came.clone();

@@ -4,15 +4,48 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::Instant;
 
+use ipset_rs::Entry;
 use ipvs_netlink::{RealServerKey, Scheduler, VirtualServer, VirtualServerKey};
 use ipvs_proxy_netlink::Protocol;
 
-use super::{POLL, Planner, UNCLAIMED};
+use super::{POLL, Planner, UNCLAIMED, virtual_servers};
+use crate::model::ObjectName;
 use crate::op::StaleFlows;
-use crate::state::{Key, Value};
+use crate::state::{Key, Role, Set, Value};
+
+/// What became of a drain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DrainStep {
+    /// The real server takes no new connection any more; it goes at the deadline at the latest.
+    Began(Option<Instant>),
+    /// It was removed when its last connection was gone.
+    Emptied,
+    /// It was removed at its deadline, with as many connections as it had when last looked at.
+    Cut(u64),
+    /// It is wanted again.
+    Returned,
+    /// It went otherwise: with its virtual server, or by other hands.
+    Gone,
+}
+
+/// News of a drain.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DrainNews {
+    /// The Service that had the virtual server when the drain began.
+    pub service: Option<ObjectName>,
+    /// The virtual server.
+    pub virtual_server: VirtualServerKey,
+    /// The real server that drains.
+    pub real_server: RealServerKey,
+    /// What became of it.
+    pub step: DrainStep,
+}
 
 #[derive(Debug)]
 pub(super) struct Drain {
+    service: Option<ObjectName>,
+    /// Its connections when they were looked at last.
+    connections: u64,
     pub(super) next_poll: Instant,
     /// When it is removed whatever connections it has.
     pub(super) deadline: Option<Instant>,
@@ -42,13 +75,14 @@ pub(super) fn drains(server: &VirtualServer) -> bool {
 }
 
 impl Planner {
-    /// The virtual servers whose draining real servers are due for a look at their connections.
+    /// The virtual servers whose draining real servers are due for a look at their connections:
+    /// every few seconds, and at their deadline.
     #[must_use]
     pub fn drains_due(&self, now: Instant) -> BTreeSet<VirtualServerKey> {
-        let due = self
-            .drains
-            .iter()
-            .filter(|(_, drain)| !drain.over && drain.next_poll <= now);
+        let due = self.drains.iter().filter(|(_, drain)| {
+            let late = drain.deadline.is_some_and(|deadline| deadline <= now);
+            !drain.over && (drain.next_poll <= now || late)
+        });
         due.map(|((server, _), _)| *server).collect()
     }
 
@@ -65,6 +99,11 @@ impl Planner {
             .iter()
             .map(|((vs, rs), drain)| (*vs, *rs, drain.deadline));
         (self.drain_changes, drains)
+    }
+
+    /// What became of drains since the last call, in order.
+    pub fn take_drain_news(&mut self) -> Vec<DrainNews> {
+        std::mem::take(&mut self.drain_news)
     }
 
     /// Tells of the deadlines of drains that an earlier process began. To be called before the
@@ -102,11 +141,12 @@ impl Planner {
         let mut finished = Vec::new();
         for ((vs, rs), drain) in ours {
             drain.next_poll = now + POLL;
-            if connections.get(rs).is_some_and(|count| *count > 0) {
+            drain.connections = connections.get(rs).copied().unwrap_or(0);
+            if drain.connections > 0 {
                 continue;
             }
-            drain.over = true;
-            finished.push((Key::RealServer(*vs, *rs), connections.contains_key(rs)));
+            drain.over = connections.contains_key(rs);
+            finished.push((Key::RealServer(*vs, *rs), drain.over));
         }
         for (key, there) in finished {
             if !there {
@@ -145,10 +185,10 @@ impl Planner {
         if self.drains.contains_key(&(vs, rs)) {
             return;
         }
-        let owner = self
-            .owner(&Key::VirtualServer(vs))
-            .and_then(|name| self.cluster.get(name));
-        let limit = owner
+        let service = self.owner(&Key::VirtualServer(vs)).cloned();
+        let limit = service
+            .as_ref()
+            .and_then(|name| self.cluster.get(name))
             .and_then(|s| s.drain_timeout)
             .or(self.config.drain_timeout);
         let deadline = match self.remembered.remove(&(vs, rs)) {
@@ -158,12 +198,96 @@ impl Planner {
                 .map(|limit| now + limit),
         };
         let drain = Drain {
+            service,
+            connections: 0,
             next_poll: now + POLL,
             deadline,
             over: false,
         };
+        self.tell(vs, rs, &drain, DrainStep::Began(deadline));
         self.drains.insert((vs, rs), drain);
         self.drain_changes += 1;
+    }
+
+    /// Forgets a drain, if there is one: the real server is wanted again (`returned`), or it is
+    /// not there any more.
+    pub(super) fn end_drain(&mut self, vs: VirtualServerKey, rs: RealServerKey, returned: bool) {
+        let Some(drain) = self.drains.remove(&(vs, rs)) else {
+            return;
+        };
+        let step = match (returned, drain.over, drain.connections) {
+            (true, ..) => DrainStep::Returned,
+            (false, false, _) => DrainStep::Gone,
+            (false, true, 0) => DrainStep::Emptied,
+            (false, true, connections) => DrainStep::Cut(connections),
+        };
+        self.tell(vs, rs, &drain, step);
+        self.drain_changes += 1;
+    }
+
+    fn tell(&mut self, vs: VirtualServerKey, rs: RealServerKey, drain: &Drain, step: DrainStep) {
+        self.drain_news.push(DrainNews {
+            service: drain.service.clone(),
+            virtual_server: vs,
+            real_server: rs,
+            step,
+        });
+    }
+
+    /// Notes the UDP virtual servers to which packets come from now on, or once the rest is there:
+    /// by their first real server, by the entry that lets packets pass, or by the address.
+    pub(super) fn note_reached(&mut self, added: &Key) {
+        match *added {
+            Key::RealServer(vs, _) if is_udp(&vs) && !self.has_real_server(vs) => {
+                self.reached.insert(vs);
+            }
+            Key::Entry(set, Entry::IpPort(address, protocol, port))
+                if set.role == Role::Serving && protocol == Protocol::Udp =>
+            {
+                self.reached.insert(VirtualServerKey::Address {
+                    address,
+                    port,
+                    protocol,
+                });
+            }
+            Key::Address(address) => {
+                let servers = self.records.range(virtual_servers(address));
+                let servers: Vec<_> = servers
+                    .filter_map(|(key, _)| match key {
+                        Key::VirtualServer(vs) if is_udp(vs) => Some(*vs),
+                        _ => None,
+                    })
+                    .filter(|vs| self.has_real_server(*vs))
+                    .collect();
+                self.reached.extend(servers);
+            }
+            _ => {}
+        }
+    }
+
+    /// Tells of all flows of the UDP virtual servers that are reached now. Those that came before
+    /// were never translated, never masqueraded.
+    pub(super) fn look_at_reached(&mut self) {
+        let there = |key: Key| self.applied(&key).is_some();
+        let served = |vs: &VirtualServerKey| {
+            let VirtualServerKey::Address {
+                address,
+                port,
+                protocol,
+            } = *vs
+            else {
+                return true;
+            };
+            let (family, role) = (vs.family(), Role::Serving);
+            let entry = Entry::IpPort(address, protocol, port);
+            let entry = Key::Entry(Set { family, role }, entry);
+            // Without it wanted, the address is the node's.
+            self.claimed(&entry).is_none() || there(entry) && there(Key::Address(address))
+        };
+        let (served, waiting) = self.reached.iter().partition(|vs| served(vs));
+        let served: BTreeSet<VirtualServerKey> = served;
+        self.reached = waiting;
+        self.stale.extend(served.into_iter().map(|vs| (vs, None)));
     }
 
     /// Whether the kernel holds any real server of a virtual server.

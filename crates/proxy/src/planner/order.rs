@@ -2,11 +2,11 @@
 
 use ipset_rs::Entry;
 use ipvs_netlink::VirtualServerKey;
-use ipvs_proxy_netlink::{Family, Protocol};
+use ipvs_proxy_netlink::Family;
 
-use super::Planner;
+use super::{Planner, virtual_servers};
 use crate::op::Op;
-use crate::state::{Key, Role, Set, Value};
+use crate::state::{Key, Role, Set, Value, owned_by, owning_entries};
 
 /// The order of ops within a Service. Appearing: what masquerades and owns, the servers, the
 /// address, then what lets packets in. Disappearing: the other way round.
@@ -88,9 +88,9 @@ impl Planner {
                         _ => true,
                     }
             }
-            Op::Add(Key::VirtualServer(vs), _) => self
-                .owning_entries(vs)
-                .all(|key| self.wanted(&key).is_none() || there(key)),
+            Op::Add(Key::VirtualServer(vs), _) => {
+                owning_entries(vs).all(|key| self.wanted(&key).is_none() || there(key))
+            }
             Op::Add(Key::RealServer(vs, _), _) => {
                 let key = Key::VirtualServer(*vs);
                 there(key)
@@ -103,20 +103,12 @@ impl Planner {
                     family,
                     role: Role::IpvsIps,
                 };
-                let at = |port, protocol| {
-                    Key::VirtualServer(VirtualServerKey::Address {
-                        address: *address,
-                        port,
-                        protocol,
-                    })
-                };
-                let servers = at(0, Protocol::Tcp)..=at(u16::MAX, Protocol::Other(u8::MAX));
                 there(Key::Link)
                     && there(Key::Rules(family))
                     && there(Key::Entry(set, Entry::Ip(*address)))
                     && self
                         .records
-                        .range(servers)
+                        .range(virtual_servers(*address))
                         .any(|(_, record)| record.applied.is_some())
             }
             Op::Remove(Key::VirtualServer(vs)) => match vs {
@@ -141,43 +133,210 @@ impl Planner {
             Op::Remove(Key::Set(set)) => !there(Key::Rules(set.family)),
             Op::Remove(Key::Entry(set, entry)) => match (set.role, entry) {
                 (Role::IpvsIps, Entry::Ip(address)) => !there(Key::Address(*address)),
-                (role, Entry::IpPort(address, protocol, port)) if Role::OWNING.contains(&role) => {
-                    let vs = VirtualServerKey::Address {
-                        address: *address,
-                        port: *port,
-                        protocol: *protocol,
-                    };
-                    // The virtual server is gone, or stays ours by another entry.
+                // The virtual server is gone, or stays ours by another entry.
+                _ => owned_by(*set, entry).is_none_or(|vs| {
                     !there(Key::VirtualServer(vs))
-                        || self.owning_entries(&vs).any(|key| {
+                        || self.is_spared(&Key::VirtualServer(vs))
+                        || owning_entries(&vs).any(|key| {
                             key != op.key() && there(key) && self.claimed(&key).is_some()
                         })
-                }
-                _ => true,
+                }),
             },
             _ => true,
         }
-    }
-
-    /// The set entries by which a virtual server is known as ours.
-    pub(super) fn owning_entries(&self, vs: &VirtualServerKey) -> impl Iterator<Item = Key> {
-        let family = vs.family();
-        let entry = match vs {
-            VirtualServerKey::Address {
-                address,
-                port,
-                protocol,
-            } => Some(Entry::IpPort(*address, *protocol, *port)),
-            VirtualServerKey::FirewallMark { .. } => None,
-        };
-        Role::OWNING
-            .into_iter()
-            .filter_map(move |role| entry.map(|entry| Key::Entry(Set { family, role }, entry)))
     }
 
     /// A real server whose virtual server is not in the kernel.
     pub(super) fn is_orphan(&self, op: &Op) -> bool {
         matches!(op.key(), Key::RealServer(vs, _)
             if self.applied(&Key::VirtualServer(vs)).is_none())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Instant;
+
+    use ipvs_netlink::{RealServerKey, Scheduler, SchedulerFlags, VirtualServer};
+
+    use super::*;
+    use crate::memory::MemoryKernel;
+    use crate::op::Dataplane as _;
+    use crate::plan::Config;
+    use crate::planner::BASE;
+    use crate::state::{State, mark_entry};
+
+    /// Virtual servers of this mark, one of each family, each with a real server.
+    fn servers(mark: u32) -> State {
+        let mut state = State::new();
+        for (family, address) in [(Family::V4, "10.0.0.2"), (Family::V6, "fd00:10::2")] {
+            let key = VirtualServerKey::FirewallMark { mark, family };
+            let server = VirtualServer {
+                key,
+                scheduler: Scheduler::RoundRobin,
+                scheduler_flags: SchedulerFlags::NONE,
+                persistence: None,
+                one_packet: false,
+                persistence_engine: None,
+            };
+            let real_server = RealServerKey {
+                address: address.parse().unwrap(),
+                port: 0,
+            };
+            state.insert(
+                Key::VirtualServer(key),
+                Value::VirtualServer(Arc::new(server)),
+            );
+            state.insert(Key::RealServer(key, real_server), Value::RealServer(1));
+        }
+        state
+    }
+
+    /// Those of [`servers`] with the entries that own them.
+    fn ours(mark: u32) -> State {
+        let mut state = servers(mark);
+        for family in Family::ALL {
+            let role = Role::Marks;
+            let key = Key::Entry(Set { family, role }, mark_entry(mark, family));
+            state.insert(key, Value::Present);
+        }
+        state
+    }
+
+    /// A planner that wants this besides the usual.
+    fn wanting(more: &State) -> Planner {
+        let mut planner = Planner::new(Config::default());
+        for (key, value) in more {
+            planner.base.insert(*key, value.clone());
+            planner.mark(*key, BASE);
+        }
+        planner
+    }
+
+    /// What is written until there is nothing to do, without what every process writes.
+    fn written(planner: &mut Planner, kernel: &mut MemoryKernel, now: Instant) -> Vec<String> {
+        let mut words = Vec::new();
+        loop {
+            let ops = planner.next(now);
+            if ops.is_empty() {
+                return words;
+            }
+            let usual = |op: &&Op| matches!(op.key(), Key::Set(_) | Key::Rules(_) | Key::Link);
+            words.extend(ops.iter().filter(|op| !usual(op)).map(Op::to_string));
+            let outcomes = kernel.apply(&ops);
+            planner.commit(ops.into_iter().zip(outcomes), now);
+        }
+    }
+
+    const MARKS: [u32; 5] = [1, 7, 0x4000, 0x7fff_ffff, u32::MAX];
+
+    #[test]
+    fn every_mark_is_an_entry_and_back() {
+        for (mark, family) in MARKS.into_iter().flat_map(|m| Family::ALL.map(|f| (m, f))) {
+            let server = VirtualServerKey::FirewallMark { mark, family };
+            let entries: Vec<Key> = owning_entries(&server).collect();
+            let [Key::Entry(set, entry)] = entries[..] else {
+                panic!("{entries:?}");
+            };
+            assert_eq!(owned_by(set, &entry), Some(server));
+        }
+        let text = |mark, family| mark_entry(mark, family).to_string();
+        assert_eq!(text(0x0102_0304, Family::V4), "1.2.3.4");
+        assert_eq!(text(7, Family::V6), "::7");
+        // No mark has more than 32 bits.
+        let set = Set {
+            family: Family::V6,
+            role: Role::Marks,
+        };
+        let beyond = Entry::Ip("::1:0:1".parse().unwrap());
+        assert_eq!(owned_by(set, &beyond), None);
+    }
+
+    #[test]
+    fn a_mark_is_ours_before_its_server_comes_and_until_it_is_gone() {
+        let now = Instant::now();
+        let mut kernel = MemoryKernel::new();
+        assert_eq!(
+            written(&mut wanting(&ours(7)), &mut kernel, now),
+            [
+                "add entry 0.0.0.7 of set KUBE-IPVS-MARKS",
+                "add entry ::7 of set KUBE-6-IPVS-MARKS",
+                "add virtual server fwmark 7 (IPv4), scheduler rr",
+                "add virtual server fwmark 7 (IPv6), scheduler rr",
+                "add real server 10.0.0.2:0 of fwmark 7 (IPv4), weight 1",
+                "add real server [fd00:10::2]:0 of fwmark 7 (IPv6), weight 1",
+            ]
+        );
+        // The next process is told of no Service that has it; another mark is nobody's of ours.
+        let foreign = servers(8);
+        kernel.state.extend(foreign.clone());
+        let mut planner = Planner::new(Config::default());
+        let read = planner.read_agreed(&mut kernel).unwrap();
+        planner.resync(read, true, now);
+        assert_eq!(
+            written(&mut planner, &mut kernel, now),
+            [
+                "remove virtual server fwmark 7 (IPv4)",
+                "remove virtual server fwmark 7 (IPv6)",
+                "remove entry 0.0.0.7 of set KUBE-IPVS-MARKS",
+                "remove entry ::7 of set KUBE-6-IPVS-MARKS",
+            ]
+        );
+        let mut left = planner.desired();
+        left.extend(foreign.clone());
+        assert_eq!(kernel.state, left);
+
+        // A cleanup leaves it as well.
+        let mut planner = Planner::of_nothing();
+        kernel.state.extend(ours(9));
+        let read = kernel.read(&planner.desired()).unwrap();
+        planner.resync(read, true, now);
+        written(&mut planner, &mut kernel, now);
+        kernel.state.retain(|key, _| !matches!(key, Key::Rules(_)));
+        assert_eq!(kernel.state, foreign);
+    }
+
+    #[test]
+    fn a_server_whose_mark_was_removed_from_the_set_is_not_taken_for_gone() {
+        let now = Instant::now();
+        let (mut kernel, mut planner) = (MemoryKernel::new(), wanting(&ours(7)));
+        written(&mut planner, &mut kernel, now);
+        let entry = "entry 0.0.0.7 of set KUBE-IPVS-MARKS";
+        kernel.state.retain(|key, _| key.to_string() != entry);
+        planner.begin_reading();
+        let base = planner.base.clone();
+        let read = kernel.read(&base).unwrap();
+        let drift = planner.differing(&read);
+        assert_eq!(
+            drift.iter().map(Key::to_string).collect::<Vec<_>>(),
+            [entry]
+        );
+        planner.adopt(&drift, &read, now);
+        assert_eq!(
+            written(&mut planner, &mut kernel, now),
+            [format!("add {entry}")]
+        );
+    }
+
+    #[test]
+    fn an_entry_of_a_mark_waits_while_its_server_stays() {
+        let now = Instant::now();
+        let (mut kernel, mut planner) = (MemoryKernel::new(), wanting(&ours(7)));
+        written(&mut planner, &mut kernel, now);
+        let mut planner = Planner::new(Config::default());
+        let read = planner.read_agreed(&mut kernel).unwrap();
+        planner.resync(read, true, now);
+        let server = VirtualServerKey::FirewallMark {
+            mark: 7,
+            family: Family::V4,
+        };
+        let busy = crate::op::FailureKind::Busy;
+        kernel.refuse.insert(Key::VirtualServer(server), busy);
+        written(&mut planner, &mut kernel, now);
+        let there: Vec<String> = kernel.state.keys().map(Key::to_string).collect();
+        let has = |text: &str| there.iter().any(|key| key == text);
+        assert!(has("entry 0.0.0.7 of set KUBE-IPVS-MARKS"), "{there:?}");
+        assert!(!has("entry ::7 of set KUBE-6-IPVS-MARKS"), "{there:?}");
     }
 }

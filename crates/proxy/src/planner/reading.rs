@@ -1,14 +1,11 @@
 //! What was read from the kernel: taken in whole, or where it differs.
 
 use std::collections::BTreeSet;
-use std::net::IpAddr;
 use std::time::Instant;
-
-use ipvs_netlink::VirtualServerKey;
 
 use super::{BASE, Group, Planner, READINGS, UNCLAIMED};
 use crate::op::{Dataplane, ReadError};
-use crate::state::{Key, State};
+use crate::state::{Key, State, is_ours, owning_entries};
 
 impl Planner {
     /// Takes in what the kernel holds of ours, whole, and marks whatever differs. At start this
@@ -32,9 +29,14 @@ impl Planner {
         for (key, value) in read {
             self.set_applied(key, Some(value));
         }
-        let applied = &self.real_servers;
-        self.drains
-            .retain(|(vs, rs), _| applied.get(vs, rs).is_some());
+        let drains = self.drains.keys();
+        let ended: Vec<_> = drains
+            .filter(|(vs, rs)| self.real_servers.get(vs, rs).is_none())
+            .copied()
+            .collect();
+        for (vs, rs) in ended {
+            self.end_drain(vs, rs, false);
+        }
         let base = self.base.keys().copied();
         let known = self.records.keys().copied().chain(self.real_servers.keys());
         let keys: BTreeSet<Key> = known.chain(base).collect();
@@ -81,7 +83,7 @@ impl Planner {
         let keys = self
             .applied_keys()
             .chain(read.keys().copied())
-            .filter(|key| !touched(key) && !self.is_hidden(key, read));
+            .filter(|key| !touched(key) && !self.is_hidden(key, read) && !self.is_spared(key));
         keys.filter(|key| self.applied(key) != read.get(key))
             .collect()
     }
@@ -92,14 +94,7 @@ impl Planner {
         let (Key::VirtualServer(vs) | Key::RealServer(vs, _)) = key else {
             return false;
         };
-        let VirtualServerKey::Address { address, .. } = vs else {
-            return false;
-        };
-        !read.contains_key(&Key::Address(*address))
-            && !self.owning_entries(vs).any(|key| read.contains_key(&key))
-            && self
-                .owning_entries(vs)
-                .any(|key| self.applied(&key).is_some())
+        !is_ours(vs, read) && owning_entries(vs).any(|key| self.applied(&key).is_some())
     }
 
     /// Takes in what was read at these keys, and marks them if they need an op.
@@ -151,13 +146,13 @@ impl Planner {
     pub(super) fn is_as_wanted(&self, read: &State) -> bool {
         let plans = self.plans.values().flat_map(|planned| planned.keys());
         let mut keys = read.keys().chain(self.base.keys()).chain(plans);
-        keys.all(|key| read.get(key) == self.claimed(key))
+        keys.all(|key| read.get(key) == self.claimed(key) || self.is_spared(key))
     }
 
-    /// Whether an address should be on the link, and is as far as this planner knows.
+    /// Whether the kernel holds something at a key, as far as this planner knows.
     #[must_use]
-    pub fn holds_address(&self, address: IpAddr) -> bool {
-        self.applied(&Key::Address(address)).is_some()
+    pub fn holds(&self, key: &Key) -> bool {
+        self.applied(key).is_some()
     }
 
     /// The kernel must be read again and handed to [`Planner::resync`]: it is not as we thought,

@@ -3,20 +3,19 @@
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use ipset_rs::Entry;
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_core::memory::MemoryKernel;
 use ipvs_proxy_core::model::{
     Change, Endpoint, Node, ObjectName, Service, ServicePort, Slice, SlicePort,
 };
-use ipvs_proxy_core::op::{Dataplane, Op, Outcome, ReadError, Reading, StaleFlows};
+use ipvs_proxy_core::op::{Dataplane, Op, Outcome, ReadError};
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::planner::Planner;
-use ipvs_proxy_core::state::{Key, Role, Set, State};
+use ipvs_proxy_core::state::{Key, State};
 use ipvs_proxy_netlink::{Family, Protocol};
 
 pub(crate) const TCP: Protocol = Protocol::Tcp;
@@ -268,12 +267,12 @@ impl World {
 
     /// A reading of what is ours.
     pub(crate) fn read(&mut self) -> Result<State, ReadError> {
-        Owned(&mut self.kernel).read(self.planner.base())
+        self.kernel.read(self.planner.base())
     }
 
     /// As the controller reads.
     pub(crate) fn read_agreed(&mut self) -> Result<State, ReadError> {
-        self.planner.read_agreed(&mut Owned(&mut self.kernel))
+        self.planner.read_agreed(&mut self.kernel)
     }
 
     pub(crate) fn look_at_drains(&mut self) {
@@ -415,60 +414,6 @@ impl World {
         assert_eq!(self.settle(), [], "after a reading");
         self.restart();
         assert_eq!(self.settle(), [], "after a restart");
-    }
-}
-
-/// A kernel that shows what is ours: a virtual server is if its address is on the link or one of
-/// our sets has it. What else is there belongs to others.
-struct Owned<'a>(&'a mut MemoryKernel);
-
-impl Dataplane for Owned<'_> {
-    fn read_part(&mut self, wanted: &State, reading: &mut Reading) -> Result<bool, ReadError> {
-        let done = self.0.read_part(wanted, reading)?;
-        let owners: BTreeSet<Key> = reading
-            .state
-            .keys()
-            .filter(|key| matches!(key, Key::Address(_) | Key::Entry(..)))
-            .copied()
-            .collect();
-        let ours = |vs: &VirtualServerKey| match vs {
-            VirtualServerKey::Address {
-                address,
-                port,
-                protocol,
-            } => {
-                let entry = Entry::IpPort(*address, *protocol, *port);
-                let family = Family::of(*address);
-                let mut sets = Role::OWNING.into_iter().map(|role| Set { family, role });
-                owners.contains(&Key::Address(*address))
-                    || sets.any(|set| owners.contains(&Key::Entry(set, entry)))
-            }
-            VirtualServerKey::FirewallMark { .. } => false,
-        };
-        reading.state.retain(|key, _| match key {
-            Key::VirtualServer(vs) | Key::RealServer(vs, _) => ours(vs),
-            _ => true,
-        });
-        Ok(done)
-    }
-
-    fn apply(&mut self, ops: &[Op]) -> Vec<Outcome> {
-        self.0.apply(ops)
-    }
-
-    fn connections(
-        &mut self,
-        of: VirtualServerKey,
-    ) -> Result<BTreeMap<RealServerKey, u64>, ReadError> {
-        self.0.connections(of)
-    }
-
-    fn node_addresses(&mut self) -> Result<BTreeSet<IpAddr>, ReadError> {
-        self.0.node_addresses()
-    }
-
-    fn forget_flows(&mut self, stale: &StaleFlows) -> Result<usize, ReadError> {
-        self.0.forget_flows(stale)
     }
 }
 

@@ -1,0 +1,159 @@
+//! What the log says of drift and of drains: each thing in a line, and of many things a few lines
+//! and a sum.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
+
+use ipvs_proxy_core::op::Dataplane;
+use ipvs_proxy_core::planner::{DrainNews, DrainStep, Planner};
+use ipvs_proxy_core::state::{Key, State, Value};
+use tracing::{debug, info, warn};
+
+/// The most things of one kind that are told one by one at a time.
+const FEW: usize = 10;
+
+/// One thing that somebody else changed.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Finding {
+    key: Key,
+    /// `missing`, `added`, `changed`; of rules with the rule.
+    found: String,
+}
+
+/// What there is to say of keys at which the kernel is not as it was left. The real servers of a
+/// virtual server that came or went are not named.
+pub fn of_drift(
+    drift: &BTreeSet<Key>,
+    read: &State,
+    planner: &Planner,
+    kernel: &mut impl Dataplane,
+) -> BTreeSet<Finding> {
+    let found = |key: &Key| match (planner.holds(key), read.contains_key(key)) {
+        (true, true) => "changed",
+        (false, true) => "added",
+        (_, false) => "missing",
+    };
+    let mut findings = BTreeSet::new();
+    for key in drift {
+        match (key, planner.base().get(key)) {
+            (Key::RealServer(vs, _), _) => {
+                let server = Key::VirtualServer(*vs);
+                if drift.contains(&server) && found(&server) != "changed" {
+                    continue;
+                }
+            }
+            (_, Some(Value::Rules(rules))) => {
+                let lines = kernel.rule_differences(rules).unwrap_or_default();
+                let finding = |found| Finding { key: *key, found };
+                let before = findings.len();
+                findings.extend(lines.into_iter().map(finding));
+                if findings.len() > before {
+                    continue;
+                }
+            }
+            _ => {}
+        }
+        let found = found(key).to_owned();
+        findings.insert(Finding { key: *key, found });
+    }
+    findings
+}
+
+/// Tells of the findings that were not told before.
+pub fn tell(findings: &BTreeSet<Finding>, told: &BTreeSet<Finding>, planner: &Planner) {
+    let new: Vec<&Finding> = findings.difference(told).collect();
+    for (n, Finding { key, found }) in new.iter().enumerate() {
+        let service = planner.owner(key).map(ToString::to_string);
+        if n < FEW {
+            warn!(service, %key, %found, "changed by somebody else");
+        } else {
+            debug!(service, %key, %found, "changed by somebody else");
+        }
+    }
+    if new.len() > FEW {
+        let kinds = sum(new.iter().map(|finding| kind(&finding.key)));
+        warn!(
+            findings = new.len(),
+            told = FEW,
+            %kinds,
+            "much was changed by somebody else"
+        );
+    }
+}
+
+/// Tells of drains: where there are many, of a few and their sum.
+pub fn tell_drains(news: &[DrainNews], now: Instant) {
+    for (n, news) in news.iter().enumerate() {
+        let service = news.service.as_ref().map(ToString::to_string);
+        let (server, real_server) = (news.virtual_server, news.real_server);
+        let step = word(news.step);
+        match news.step {
+            _ if n >= FEW => debug!(service, %server, %real_server, step, "drain"),
+            DrainStep::Began(deadline) => {
+                let ends_in_ms = deadline.map(|at| at.saturating_duration_since(now).as_millis());
+                info!(service, %server, %real_server, ends_in_ms, "drain began");
+            }
+            DrainStep::Emptied => {
+                info!(service, %server, %real_server, "drain ended: no connection is left");
+            }
+            DrainStep::Cut(connections) => {
+                warn!(service, %server, %real_server, connections, "drain was cut at its deadline");
+            }
+            DrainStep::Returned => {
+                info!(service, %server, %real_server, "drain ended: the endpoint is back");
+            }
+            DrainStep::Gone => {
+                info!(service, %server, %real_server, "drain ended: the real server is gone");
+            }
+        }
+    }
+    if news.len() > FEW {
+        let kinds = sum(news.iter().map(|news| word(news.step)));
+        let cut = news.iter().map(|news| match news.step {
+            DrainStep::Cut(connections) => connections,
+            _ => 0,
+        });
+        let connections: u64 = cut.sum();
+        if connections > 0 {
+            warn!(
+                drains = news.len(),
+                told = FEW,
+                %kinds,
+                connections,
+                "drains"
+            );
+        } else {
+            info!(drains = news.len(), told = FEW, %kinds, "drains");
+        }
+    }
+}
+
+fn word(step: DrainStep) -> &'static str {
+    match step {
+        DrainStep::Began(_) => "began",
+        DrainStep::Emptied => "emptied",
+        DrainStep::Cut(_) => "cut",
+        DrainStep::Returned => "returned",
+        DrainStep::Gone => "gone",
+    }
+}
+
+fn kind(key: &Key) -> &'static str {
+    match key {
+        Key::Set(_) => "sets",
+        Key::Rules(_) => "rules",
+        Key::Link => "links",
+        Key::Entry(..) => "entries",
+        Key::VirtualServer(_) => "virtual servers",
+        Key::RealServer(..) => "real servers",
+        Key::Address(_) => "addresses",
+    }
+}
+
+/// `3 rules, 4000 virtual servers`.
+fn sum(kinds: impl Iterator<Item = &'static str>) -> String {
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    kinds.for_each(|kind| *counts.entry(kind).or_default() += 1);
+    let counts = counts.iter().map(|(kind, count)| format!("{count} {kind}"));
+    counts.collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,162 @@
+//! What is set up before the daemon works, and needs more privilege than it: modules, sysctls and
+//! the link (`run --init-only`). With that done, `run` needs `CAP_NET_ADMIN` and `CAP_NET_RAW`.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Result, anyhow};
+use ipvs_proxy_core::op::{Dataplane as _, Op, Outcome};
+use ipvs_proxy_core::state::{Key, Set, Value};
+use ipvs_proxy_dataplane::kernel::Kernel;
+use ipvs_proxy_dataplane::sysctl;
+use ipvs_proxy_dataplane::timeouts::Timeouts;
+use nix::unistd::{SysconfVar, sysconf};
+use tracing::{error, info, warn};
+
+use crate::config::{Conntrack, Settings};
+use crate::run;
+
+const OOM_SCORE_ADJ: &str = "/proc/self/oom_score_adj";
+
+/// Loads modules, sets sysctls and IPVS's timeouts, makes our sets, which are empty, and the link.
+/// All of it is tried; what fails is logged as it comes.
+///
+/// # Errors
+/// When something is not as it must be.
+pub fn init(settings: &Settings) -> Result<()> {
+    let mut failed = 0;
+    let mut must = |result: Result<(), String>| {
+        if let Err(text) = result {
+            failed += 1;
+            error!("{text}");
+        }
+    };
+    let families = run::families();
+    let sets: Vec<Set> = families.iter().flat_map(|f| Set::all(*f)).collect();
+    let scheduler = settings.config.scheduler;
+    let mut modules: BTreeSet<String> = sets
+        .iter()
+        .map(|set| module_of(set.kind().name()))
+        .collect();
+    modules.insert(format!("ip_vs_{scheduler}"));
+    for name in [
+        "ip_vs",
+        "ip_set",
+        "xt_set",
+        "nf_conntrack",
+        "nf_conntrack_netlink",
+        "dummy",
+    ] {
+        modules.insert(name.to_owned());
+    }
+    for name in &modules {
+        // What needs it says whether it is built in; nothing here needs xt_set.
+        if let Err(why) = load(name) {
+            warn!("module {name}: {why}; it is needed unless the kernel has it built in");
+        }
+    }
+    for failure in conntrack(settings)
+        .into_iter()
+        .chain(sysctl::set(settings.strict_arp))
+    {
+        must(Err(format!("{failure}: {}", failure.source)));
+    }
+    match Kernel::open(&families, settings.iptables_backend) {
+        Err(error) => must(Err(format!("{:#}", anyhow!(error)))),
+        Ok(mut kernel) => {
+            must(
+                kernel
+                    .require_scheduler(scheduler)
+                    .map_err(|e| format!("{e:#}")),
+            );
+            // This loads the tables of iptables, too.
+            match kernel.read_whatever() {
+                Err(error) => must(Err(error.to_string())),
+                Ok(there) => {
+                    let keys = sets.iter().map(|set| Key::Set(*set)).chain([Key::Link]);
+                    let ops: Vec<Op> = keys
+                        .filter(|key| !there.contains_key(key))
+                        .map(|key| Op::Add(key, Value::Present))
+                        .collect();
+                    for (op, outcome) in ops.iter().zip(kernel.apply(&ops)) {
+                        must(match outcome {
+                            Outcome::Done => Ok(()),
+                            Outcome::Failed(failure) => Err(format!("{op}: {failure}")),
+                        });
+                    }
+                }
+            }
+            let kept = Timeouts::open(settings.timeouts).and_then(|mut timeouts| timeouts.keep());
+            must(kept.map(drop).map_err(|e| format!("{:#}", anyhow!(e))));
+        }
+    }
+    match failed {
+        0 => {
+            info!("modules, sysctls, sets and link are as they must be");
+            Ok(())
+        }
+        _ => Err(anyhow!("not all is as it must be: {failed} failures")),
+    }
+}
+
+/// What the daemon does of it when it starts: connection tracking, and the process's own standing.
+pub(crate) fn at_start(settings: &Settings) {
+    for failure in conntrack(settings) {
+        warn!(error = %failure.source, "{failure}");
+    }
+    let adjusted = settings.oom_score_adj.to_string();
+    let present = fs::read_to_string(OOM_SCORE_ADJ).unwrap_or_default();
+    if present.trim() != adjusted
+        && let Err(error) = fs::write(OOM_SCORE_ADJ, &adjusted)
+    {
+        // To lower it needs CAP_SYS_RESOURCE, which the container runtime has.
+        info!(%error, wanted = adjusted, present = present.trim(), "oom_score_adj stays");
+    }
+}
+
+fn conntrack(settings: &Settings) -> Vec<sysctl::SysctlError> {
+    let Conntrack {
+        tcp_established,
+        tcp_close_wait,
+        tcp_be_liberal,
+        udp,
+        udp_stream,
+        ..
+    } = settings.conntrack;
+    let processors = sysconf(SysconfVar::_NPROCESSORS_ONLN).ok().flatten();
+    let processors = processors.and_then(|n| u32::try_from(n).ok()).unwrap_or(1);
+    let seconds = |time: Duration| Some(time.as_secs()).filter(|seconds| *seconds > 0);
+    sysctl::set_conntrack(&sysctl::Conntrack {
+        max: settings.conntrack.max(processors),
+        tcp_established_s: seconds(tcp_established),
+        tcp_close_wait_s: seconds(tcp_close_wait),
+        tcp_be_liberal,
+        udp_s: seconds(udp),
+        udp_stream_s: seconds(udp_stream),
+    })
+}
+
+/// The module of a type of sets: `ip_set_hash_ipport` of `hash:ip,port`.
+fn module_of(set_type: &str) -> String {
+    format!("ip_set_{}", set_type.replace(':', "_").replace(',', ""))
+}
+
+/// Loads a module by modprobe, unless the kernel shows that it has it.
+fn load(name: &str) -> Result<(), String> {
+    if Path::new("/sys/module").join(name).exists() {
+        return Ok(());
+    }
+    let output = Command::new("modprobe")
+        .arg(name)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| format!("modprobe can't be run: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(said.split_whitespace().collect::<Vec<_>>().join(" "))
+}

@@ -581,7 +581,7 @@ fn options() -> impl Strategy<Value = Options> {
         .prop_flat_map(move |some| {
             (
                 Just(some),
-                prop_oneof![Just((0, 0, (0, 0), 0)), skbinfo.clone()],
+                prop_oneof![Just((0, 0, (0, 0), 0)), skbinfo],
             )
         })
         .prop_map(

@@ -326,22 +326,26 @@ fn a_daemon_killed_at_any_message_leaves_the_rest_to_the_next() {
     let trace = trace.to_str().unwrap();
 
     // Undisturbed: how many messages the main thread sends.
-    let mut daemon = start(trace, "signal=none");
-    daemon.settle();
-    let new_state = held(scene.topology.node());
-    let pid = format!("{} ", daemon.pid());
-    daemon.crash();
-    let all = fs::read_to_string(trace).unwrap();
-    let sends = all
-        .lines()
-        .filter(|line| line.starts_with(&pid) && line.contains("sendto("))
-        .count();
-    assert!(
-        least(&old_state, &new_state).len() > 180 && sends > 60,
-        "{sends}"
-    );
-
+    // The first one also puts its own rules in place of the driver's.
     let node = scene.topology.node();
+    let mut first = Daemon::start(node, &manifests, &[&node_ips]);
+    first.settle();
+    first.crash();
+    node.enter(|| {
+        let kernel = open(&Config::default());
+        Driver::with(kernel, false, &Config::default(), &old).rest();
+    });
+    let daemon = start(trace, "signal=none");
+    wait_until("all is in force", || daemon.log().contains("is in force"));
+    let pid = format!("{} ", daemon.pid());
+    let sent = fs::read_to_string(trace).unwrap();
+    let sent = sent.lines().filter(|line| line.starts_with(&pid));
+    let sends = sent.filter(|line| line.contains("sendto(")).count();
+    daemon.crash();
+    let new_state = held(node);
+    let ops = least(&old_state, &new_state).len();
+    assert!(ops > 180 && sends > 60, "{ops} ops, {sends} messages");
+
     let mut killed = Vec::new();
     let mut kernel = node.enter(|| open(&Config::default()));
     for nth in (1..=sends).rev().step_by(stride(8)) {

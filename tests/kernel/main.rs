@@ -16,6 +16,7 @@ mod driver;
 mod events;
 mod foreign;
 mod growth;
+mod health;
 mod ipset;
 mod iptables;
 mod ipvs;

@@ -122,6 +122,10 @@ impl Daemon {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(fs::File::create(&log).expect("the log"));
+        // That sysctl can be set in the first network namespace alone.
+        if !flags.iter().any(|flag| flag.starts_with("--conntrack")) {
+            command.args(["--conntrack-max-per-core", "0"]);
+        }
         if !flags.contains(&"--node-name") {
             command.args(["--node-name", "node"]);
         }

@@ -26,7 +26,7 @@ pub enum Command {
     /// Keeps this node's kernel as the Services say, until it is told to stop
     Run(Box<Run>),
     /// Prints the kernel state that given objects need on a given node; touches no kernel
-    Plan(Plan),
+    Plan(Box<Plan>),
     /// Removes all that is ours from the kernel, and nothing else
     Cleanup(Cleanup),
     /// Lists the virtual servers as `ipvsadm` does: -L, -S and their options

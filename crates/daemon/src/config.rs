@@ -149,6 +149,24 @@ pub struct Loaded {
 }
 
 impl Loaded {
+    /// What counts, as `/configz` shows it: kube-proxy's form, and beside it what kube-proxy has not.
+    #[must_use]
+    pub fn running(&self, node_name: &str) -> serde_json::Value {
+        let settings = &self.settings;
+        let addresses = settings.node_ips.iter().map(ToString::to_string);
+        let drain = settings.config.drain_timeout.unwrap_or_default();
+        serde_json::json!({
+            "kubeproxy.config.k8s.io": self.configuration,
+            "ipvs-proxy": {
+                "nodeName": node_name,
+                "nodeIPs": addresses.collect::<Vec<_>>(),
+                "drainTimeout": format_duration(drain),
+                "drift": format!("{:?}", settings.drift).to_lowercase(),
+                "master": settings.client.master,
+            },
+        })
+    }
+
     /// Writes a file that says the same to kube-proxy, and here together with those flags that
     /// kube-proxy has not.
     ///

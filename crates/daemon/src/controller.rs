@@ -6,32 +6,39 @@
 //!
 //! The audit reads the kernel in parts, and takes news in between two of them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use ipvs_proxy_core::model::Change;
-use ipvs_proxy_core::op::{Dataplane, Outcome, ReadError, Reading};
+use ipvs_proxy_core::op::{Dataplane, Op, Outcome, ReadError, Reading};
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_core::state::{Key, State};
 use ipvs_proxy_dataplane::addresses::AddressNotice;
 use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
+use tokio::sync::mpsc;
 use tracing::{debug, error, info, warn};
 
+use crate::api::{ApiEvent, Kind, News};
 use crate::cli::Drift;
 use crate::drains::Drains;
-use crate::findings::{self, Finding};
+use crate::events::{Finding, Reason};
+use crate::findings;
 use crate::hurry::Hurry;
 use crate::manifests::{Problem, Source};
+use crate::metrics::families_of;
+use crate::serve::Status;
 
 /// What wakes the loop.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug)]
 pub enum Event {
     /// The manifests may have changed.
     Manifests,
+    /// The API server said something, or can't be followed.
+    Api(ApiEvent),
     /// Addresses of the node changed.
     Addresses(Vec<AddressNotice>),
     /// Somebody else changed iptables rules.
@@ -40,8 +47,39 @@ pub enum Event {
     Stop,
 }
 
+/// Where objects come from.
+#[derive(Debug)]
+pub enum Objects {
+    /// Manifests, read by the loop itself.
+    Manifests(Box<Source>),
+    /// The API server, followed by a thread of its own.
+    Api(Api),
+}
+
+/// What of the API server is known.
+#[derive(Debug, Default)]
+pub struct Api {
+    listed: BTreeSet<Kind>,
+    /// Since when a kind can't be followed, and why.
+    failing: BTreeMap<Kind, (SystemTime, String)>,
+}
+
+impl Objects {
+    /// Whether all objects are known, so that what none of them needs may go.
+    fn is_complete(&self) -> bool {
+        match self {
+            Objects::Manifests(source) => source.is_complete(),
+            Objects::Api(api) => {
+                api.listed.contains(&Kind::Services) && api.listed.contains(&Kind::EndpointSlices)
+            }
+        }
+    }
+}
+
 /// How long to wait before the kernel is read again, when the last reading was not enough.
 const READ_AGAIN: Duration = Duration::from_secs(1);
+/// How long an op fails until there is an Event.
+const FAILS_LONG: Duration = Duration::from_secs(60);
 
 /// What the loop is told besides objects.
 #[derive(Debug)]
@@ -60,12 +98,28 @@ pub struct Settings {
     pub drift: Drift,
     /// Where deadlines of drains are kept.
     pub drains: Option<Drains>,
+    /// What is told of the loop over HTTP.
+    pub status: Arc<Status>,
+    /// Where Events go; `None` without an API server.
+    pub findings: Option<mpsc::Sender<Finding>>,
+}
+
+impl Settings {
+    /// Hands a finding over. When too many wait, it is left.
+    fn find(&self, finding: impl FnOnce() -> Finding) {
+        if let Some(findings) = &self.findings
+            && findings.try_send(finding()).is_err()
+        {
+            let left = [("result", "left")];
+            self.status.metrics.events.get_or_create(&left).inc();
+        }
+    }
 }
 
 /// The state of the loop.
 #[derive(Debug)]
 pub struct Controller<D> {
-    source: Source,
+    objects: Objects,
     planner: Planner,
     kernel: D,
     settings: Settings,
@@ -87,7 +141,7 @@ pub struct Controller<D> {
     /// An audit although its time has not come: rules changed.
     hurry: Hurry,
     /// What the last audit found and left alone.
-    reported: BTreeSet<Finding>,
+    reported: BTreeSet<findings::Finding>,
     /// The sysctls that are not as they must be and can't be set, as told.
     sysctls: BTreeSet<String>,
     /// The number of the drains as the file has them.
@@ -97,7 +151,7 @@ pub struct Controller<D> {
 impl<D: Dataplane> Controller<D> {
     /// A loop that has read nothing yet.
     pub fn new(
-        source: Source,
+        objects: Objects,
         mut planner: Planner,
         kernel: D,
         settings: Settings,
@@ -107,13 +161,13 @@ impl<D: Dataplane> Controller<D> {
             planner.await_node_addresses();
         }
         Controller {
-            source,
             planner,
             kernel,
             adopted: false,
             in_force: false,
             pruned: false,
-            read_at: Some(now),
+            // The API server's objects come later.
+            read_at: matches!(objects, Objects::Manifests(_)).then_some(now),
             read_error: None,
             last_read: None,
             audit_at: now + settings.sync_period,
@@ -122,12 +176,16 @@ impl<D: Dataplane> Controller<D> {
             reported: BTreeSet::new(),
             sysctls: BTreeSet::new(),
             drains_written: 0,
+            objects,
             settings,
         }
     }
 
     /// Runs until [`Event::Stop`] or until nobody can send events any more.
     pub fn run(mut self, events: &Receiver<Event>) {
+        self.settings.status.works();
+        let started = || Finding::of_node(Reason::Starting, "ipvs-proxy started".to_owned());
+        self.settings.find(started);
         self.set_sysctls();
         match self
             .settings
@@ -146,8 +204,12 @@ impl<D: Dataplane> Controller<D> {
             self.work();
             self.keep_drains();
             let wait = self.wait(Instant::now());
-            match events.recv_timeout(wait) {
+            self.settings.status.waits();
+            let event = events.recv_timeout(wait);
+            self.settings.status.works();
+            match event {
                 Ok(Event::Manifests) => self.rescan(),
+                Ok(Event::Api(event)) => self.note_api(event),
                 Ok(Event::Addresses(notices)) => self.note_addresses(&notices),
                 Ok(Event::Rules) => self.hurry.note(Instant::now()),
                 Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => break,
@@ -166,13 +228,16 @@ impl<D: Dataplane> Controller<D> {
         // No audit begins before the kernel was read.
         let audit = self.hurry.at().into_iter().chain([self.audit_at]);
         let next = deadlines
-            .chain(audit.filter(|_| self.read_at.is_none()))
+            .chain(audit.filter(|_| self.adopted && self.read_at.is_none()))
             .min();
         next.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
     }
 
     fn rescan(&mut self) {
-        let (changes, problems) = self.source.rescan();
+        let Objects::Manifests(source) = &mut self.objects else {
+            return;
+        };
+        let (changes, problems) = source.rescan();
         for problem in problems {
             match problem {
                 Problem::BadFile { .. } | Problem::Unreachable { .. } => error!("{problem}"),
@@ -180,6 +245,7 @@ impl<D: Dataplane> Controller<D> {
                 Problem::Mended { .. } => info!("{problem}"),
             }
         }
+        self.settings.status.queued(&changes, Vec::new(), true);
         changes
             .into_iter()
             .for_each(|change| self.planner.apply(change));
@@ -188,12 +254,68 @@ impl<D: Dataplane> Controller<D> {
 
     /// Whether what nobody claims may go: all that could claim it has been listed.
     fn may_prune(&self) -> bool {
-        self.source.is_complete() && !self.planner.awaits_node_addresses()
+        self.objects.is_complete() && !self.planner.awaits_node_addresses()
     }
 
     fn read_to_prune(&mut self) {
         if !self.pruned && self.may_prune() {
             self.read_at = Some(Instant::now());
+        }
+    }
+
+    fn note_api(&mut self, event: ApiEvent) {
+        let Objects::Api(api) = &mut self.objects else {
+            return;
+        };
+        match event {
+            ApiEvent::News(news) => self.note_news(news),
+            ApiEvent::Failed(kind, error) => {
+                let resource = kind.resource();
+                // The same again each half minute would hide all else.
+                let since = api.failing.get(&kind).filter(|(_, told)| *told == error);
+                if since.is_none() {
+                    error!(resource, %error, "the API server can't be followed; what the kernel holds stays");
+                }
+                let since = api.failing.get(&kind).map(|(since, _)| *since);
+                let since = since.unwrap_or_else(SystemTime::now);
+                self.settings.status.followed(kind, Err(&error));
+                api.failing.insert(kind, (since, error));
+            }
+            ApiEvent::Followed(kind) => {
+                self.settings.status.followed(kind, Ok(()));
+                if let Some((since, _)) = api.failing.remove(&kind) {
+                    let after_s = since.elapsed().unwrap_or_default().as_secs();
+                    info!(
+                        resource = kind.resource(),
+                        after_s, "the API server is followed again"
+                    );
+                }
+            }
+        }
+    }
+
+    fn note_news(&mut self, news: News) {
+        for refusal in news.refusals {
+            warn!("{refusal}");
+            self.settings.find(|| Finding::from(&refusal));
+        }
+        if let Some(facts) = &news.node {
+            self.settings.status.node(facts);
+        }
+        let complete = self.objects.is_complete();
+        let status = &self.settings.status;
+        status.queued(&news.changes, news.triggers, complete);
+        news.changes
+            .into_iter()
+            .for_each(|change| self.planner.apply(change));
+        if let (Objects::Api(api), Some(kind)) = (&mut self.objects, news.listed) {
+            let first = api.listed.insert(kind);
+            self.settings.status.listed(kind);
+            if first && kind != Kind::Node && self.objects.is_complete() {
+                info!("Services and EndpointSlices are listed");
+                self.settings.status.complete();
+                self.read_at = Some(Instant::now());
+            }
         }
     }
 
@@ -248,9 +370,14 @@ impl<D: Dataplane> Controller<D> {
 
     /// Works until there is nothing to do now.
     fn work(&mut self) {
+        if matches!(self.objects, Objects::Api(_)) && !self.objects.is_complete() {
+            return;
+        }
         let started = Instant::now();
         let (mut done, mut refused) = (0_usize, 0_usize);
+        let mut families = BTreeSet::new();
         loop {
+            self.settings.status.works();
             let now = Instant::now();
             if self.planner.in_doubt() && self.read_at.is_none() {
                 let again = self.last_read.map_or(now, |last| last + READ_AGAIN);
@@ -269,16 +396,21 @@ impl<D: Dataplane> Controller<D> {
             self.look_at_drains(now);
             for conflict in self.planner.take_conflicts() {
                 warn!("{conflict}");
+                self.settings.status.metrics.conflicts.inc();
+                self.settings.find(|| Finding::from(&conflict));
             }
             for takeover in self.planner.take_takeovers() {
                 info!("{takeover}");
             }
             let ops = self.planner.next(now);
             if ops.is_empty() {
+                self.note_rest();
                 break;
             }
             let outcomes = self.kernel.apply(&ops);
             for (op, outcome) in ops.iter().zip(&outcomes) {
+                self.settings.status.metrics.op(op, outcome);
+                families.extend(families_of(op));
                 let service = self.planner.owner(&op.key()).map(ToString::to_string);
                 match outcome {
                     Outcome::Done => {
@@ -291,19 +423,53 @@ impl<D: Dataplane> Controller<D> {
                     }
                 }
             }
+            self.find_failing(&ops, &outcomes, now);
             self.planner.commit(ops.into_iter().zip(outcomes), now);
             self.forget_flows();
         }
         findings::tell_drains(&self.planner.take_drain_news(), Instant::now());
         if done + refused > 0 {
-            let took_ms = started.elapsed().as_millis();
+            let took = started.elapsed();
+            self.settings.status.metrics.worked(&families, took);
+            let took_ms = took.as_millis();
             info!(ops = done, failed = refused, took_ms, "applied");
         }
         let stopped = self.settings.stop.load(Ordering::Relaxed);
         if self.adopted && !stopped && !std::mem::replace(&mut self.in_force, true) {
             match refused {
-                0 => info!("what the manifests say is in force"),
-                failed => warn!(failed, "not all of what the manifests say is in force"),
+                0 => info!("what the objects say is in force"),
+                failed => warn!(failed, "not all of what the objects say is in force"),
+            }
+        }
+    }
+
+    /// Notes that there is nothing left to do now, and what fails.
+    fn note_rest(&self) {
+        let failing = || self.planner.failing();
+        let base = failing().filter(|(key, _)| self.planner.base().contains_key(key));
+        let base = base.map(|(_, since)| since).min();
+        let status = &self.settings.status;
+        status.rests(failing().map(|(_, since)| since), base);
+        if base.is_none() && self.objects.is_complete() {
+            status.ready();
+        }
+    }
+
+    /// What fails for long becomes an Event.
+    fn find_failing(&self, ops: &[Op], outcomes: &[Outcome], now: Instant) {
+        if self.settings.findings.is_none() {
+            return;
+        }
+        for (op, outcome) in ops.iter().zip(outcomes) {
+            let Outcome::Failed(failure) = outcome else {
+                continue;
+            };
+            let key = op.key();
+            let since = self.planner.failing_since(&key);
+            if since.is_some_and(|since| now.saturating_duration_since(since) >= FAILS_LONG) {
+                let service = self.planner.owner(&key);
+                self.settings
+                    .find(|| Finding::failed(service, op.to_string(), &failure.text));
             }
         }
     }
@@ -329,6 +495,8 @@ impl<D: Dataplane> Controller<D> {
             Ok(state) => {
                 info!(items = state.len(), "read the kernel");
                 self.pruned = self.may_prune();
+                self.settings.status.read(Ok(()));
+                self.settings.status.metrics.recount(&state);
                 self.planner.resync(state, self.pruned, now);
                 self.adopted = true;
                 self.read_error = None;
@@ -339,7 +507,11 @@ impl<D: Dataplane> Controller<D> {
                 // The same again each second would hide all else.
                 if self.read_error.as_ref() != Some(&error) {
                     error!(%error, "the kernel could not be read; will be tried again");
+                    let note = format!("the kernel could not be read: {error}");
+                    let finding = || Finding::of_node(Reason::FailedToReadKernel, note);
+                    self.settings.find(finding);
                 }
+                self.settings.status.read(Err(error.to_string()));
                 self.read_error = Some(error);
                 self.read_at = Some(now + READ_AGAIN);
             }
@@ -383,9 +555,12 @@ impl<D: Dataplane> Controller<D> {
             let finding = failure.to_string();
             if !told.contains(&finding) {
                 error!(error = %failure.source, "{finding}");
+                let note = || Finding::of_node(Reason::FailedToSetSysctl, finding.clone());
+                self.settings.find(note);
             }
             self.sysctls.insert(finding);
         }
+        self.settings.status.sysctls(&self.sysctls);
     }
 
     fn audited(&mut self, read: &State, now: Instant) {
@@ -406,6 +581,12 @@ impl<D: Dataplane> Controller<D> {
         drift.retain(|key| also.contains(key));
         let found = findings::of_drift(&drift, &again, &self.planner, &mut self.kernel);
         findings::tell(&found, &self.reported, &self.planner);
+        let metrics = &self.settings.status.metrics;
+        match self.settings.drift {
+            Drift::Repair => metrics.drifted(drift.len(), true),
+            Drift::Report => metrics.drifted(found.difference(&self.reported).count(), false),
+        }
+        metrics.recount(&again);
         match self.settings.drift {
             Drift::Repair => self.planner.adopt(&drift, &again, now),
             Drift::Report => self.reported = found,
@@ -430,7 +611,12 @@ impl<D: Dataplane> Controller<D> {
         if number == self.drains_written {
             return;
         }
-        let deadlines = drains.filter_map(|(vs, rs, until)| Some((vs, rs, until?)));
+        let drains: Vec<_> = drains.collect();
+        let draining = i64::try_from(drains.len()).unwrap_or(i64::MAX);
+        self.settings.status.metrics.drains.set(draining);
+        let deadlines = drains
+            .into_iter()
+            .filter_map(|(vs, rs, until)| Some((vs, rs, until?)));
         let written = self
             .settings
             .drains

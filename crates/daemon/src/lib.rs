@@ -11,6 +11,9 @@
 //! - [`plan`]: the dry run
 //! - [`translate`]: Kubernetes objects into the words of `ipvs-proxy-core`
 //! - [`manifests`]: objects from files and directories of manifests, watched
+//! - [`api`]: objects from a Kubernetes API server, followed
+//! - [`serve`] and [`metrics`]: health and metrics over HTTP
+//! - [`events`]: Events for the API server
 //! - [`inspect`]: the listing and saving of `ipvsadm`
 //!
 //! ```
@@ -24,17 +27,21 @@
 //! assert_eq!(translate::service(service).name.to_string(), "default/web");
 //! ```
 
+pub mod api;
 pub mod cleanup;
 pub mod cli;
 pub mod config;
 pub mod controller;
 pub mod drains;
+pub mod events;
 pub mod findings;
 mod hurry;
 pub mod init;
 pub mod inspect;
 pub mod manifests;
+pub mod metrics;
 pub mod place;
 pub mod plan;
 pub mod run;
+pub mod serve;
 pub mod translate;

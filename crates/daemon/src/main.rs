@@ -73,7 +73,7 @@ fn run_command(flags: &Run) -> ExitCode {
     let ended = match &flags.write_config_to {
         Some(path) => loaded.write(path),
         None if flags.init_only == Some(true) => init::init(settings),
-        None => run::run(settings, flags),
+        None => run::run(&loaded, flags),
     };
     match ended {
         Ok(()) => ExitCode::SUCCESS,

@@ -16,30 +16,32 @@ use ipvs_proxy_dataplane::timeouts::Timeouts;
 use ipvs_proxy_iptables::Backend;
 use ipvs_proxy_netlink::Family;
 use nix::sys::signal::{SigSet, Signal};
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc;
 use tracing::{error, info, warn};
 
+use crate::api::{self, Access};
 use crate::cli::Run;
-use crate::config::{self, Objects, Settings};
-use crate::controller::{self, Controller, Event};
+use crate::config::{self, Loaded, Objects, Settings};
+use crate::controller::{self, Api, Controller, Event};
 use crate::drains::Drains;
+use crate::events::{self, Finding};
 use crate::init;
 use crate::manifests::{self, Source};
 use crate::place::{LockError, Place};
+use crate::serve::{self, Listen, Status};
 
 /// Runs until SIGTERM or SIGINT. The kernel's state stays in place.
 ///
 /// # Errors
 /// What makes work impossible: no IPVS, no ipset, no iptables, no privilege, a scheduler that
 /// the kernel has not.
-pub fn run(settings: &Settings, flags: &Run) -> Result<()> {
-    let Objects::Manifests(manifests) = &settings.objects else {
-        return Err(anyhow!(
-            "the API server can't be a source of objects yet: give --manifests"
-        ));
-    };
+pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
+    let settings = &loaded.settings;
     let (sender, events) = sync_channel(16);
     // Before any other thread starts, so that all of them leave these signals alone.
     let stop = stop_on_signals(sender.clone())?;
+    let (runtime, access) = reach(settings)?;
 
     let families = families();
     let mut kernel = Kernel::open(&families, settings.iptables_backend)?;
@@ -71,13 +73,40 @@ pub fn run(settings: &Settings, flags: &Run) -> Result<()> {
         None => host_name()?,
     };
     let node = settings.node();
-    let (changes, busy) = manifests::watch(manifests).context("manifests can't be watched")?;
-    let source = Source::new(manifests.clone(), &node_name, node.is_none()).leaving(busy);
+    let from_api = !matches!(settings.objects, Objects::Manifests(_));
+    let status = Status::new(
+        &families,
+        settings.sync_period,
+        from_api,
+        loaded.running(&node_name),
+    );
+    let status = Arc::new(status);
+    let listen = Listen {
+        metrics: settings.metrics_bind_address,
+        health: settings.healthz_bind_address,
+        hard_fail: settings.bind_address_hard_fail,
+    };
+    serve::start(&status, listen)?;
+    let mut findings = None;
     let mut planner = Planner::new(config);
+    let objects = match &settings.objects {
+        Objects::Manifests(paths) => {
+            let (changes, busy) = manifests::watch(paths).context("manifests can't be watched")?;
+            let source = Source::new(paths.clone(), &node_name, node.is_none()).leaving(busy);
+            forward(changes, sender.clone())?;
+            controller::Objects::Manifests(Box::new(source))
+        }
+        Objects::Kubeconfig(_) | Objects::InCluster => {
+            let (found, to_report) = mpsc::channel(FINDINGS);
+            findings = Some(found);
+            let events = (to_report, Arc::clone(&status));
+            follow(runtime, access, node_name.clone(), sender.clone(), events)?;
+            controller::Objects::Api(Api::default())
+        }
+    };
     if let Some(node) = node {
         planner.apply(Change::Node(node));
     }
-    forward(changes, sender.clone())?;
     if kernel.tools().backend() == Backend::Nft {
         let sender = sender.clone();
         let tell = move || sender.send(Event::Rules).is_ok();
@@ -103,6 +132,8 @@ pub fn run(settings: &Settings, flags: &Run) -> Result<()> {
         timeouts,
         drift: settings.drift,
         drains: place.map(|place| Drains::new(&place.file("drains.json"))),
+        status,
+        findings,
     };
     info!(
         node = node_name,
@@ -114,9 +145,12 @@ pub fn run(settings: &Settings, flags: &Run) -> Result<()> {
     if families.len() == 1 {
         warn!("IPv6 is switched off on this node: IPv4 only");
     }
-    Controller::new(source, planner, kernel, of_loop).run(&events);
+    Controller::new(objects, planner, kernel, of_loop).run(&events);
     Ok(())
 }
+
+/// Findings that may wait to be looked at.
+const FINDINGS: usize = 256;
 
 /// IPv4, and IPv6 unless the node has none.
 pub(crate) fn families() -> Vec<Family> {
@@ -172,8 +206,8 @@ fn stop_on_change(
     let Some(file) = flags.shape.config.clone() else {
         return Ok(());
     };
-    let (changes, busy) =
-        manifests::watch(&[file.clone()]).context("the configuration can't be watched")?;
+    let (changes, busy) = manifests::watch(std::slice::from_ref(&file))
+        .context("the configuration can't be watched")?;
     let mut told = Vec::new();
     let watch = move || {
         for () in changes {
@@ -218,5 +252,44 @@ fn forward(changes: Receiver<()>, sender: SyncSender<Event>) -> Result<()> {
     thread::Builder::new()
         .name("manifests-events".to_owned())
         .spawn(forward)?;
+    Ok(())
+}
+
+/// How the API server is reached, and what its client runs on. Files that can't be used at start are
+/// an error; later they are a failure that may pass.
+fn reach(settings: &Settings) -> Result<(Runtime, Access)> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("no runtime for the API server's client")?;
+    let access = Access {
+        kubeconfig: match &settings.objects {
+            Objects::Kubeconfig(file) => Some(file.clone()),
+            _ => None,
+        },
+        master: settings.client.master.clone(),
+    };
+    if !matches!(settings.objects, Objects::Manifests(_)) {
+        runtime.block_on(access.client())?;
+    }
+    Ok((runtime, access))
+}
+
+/// Follows the API server, and writes Events to it, on a thread of its own.
+fn follow(
+    runtime: Runtime,
+    access: Access,
+    node_name: String,
+    sender: SyncSender<Event>,
+    (findings, status): (mpsc::Receiver<Finding>, Arc<Status>),
+) -> Result<()> {
+    let follow = move || {
+        let follow = api::follow(&access, &node_name, &sender);
+        let write = events::write(&access, &node_name, findings, &status);
+        runtime.block_on(futures::future::join(follow, write));
+    };
+    thread::Builder::new()
+        .name("api".to_owned())
+        .spawn(follow)?;
     Ok(())
 }

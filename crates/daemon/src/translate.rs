@@ -8,12 +8,12 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use ipvs_proxy_core::model;
 use ipvs_proxy_netlink::{Family, Protocol};
 use k8s_openapi::api::core::v1::{Node, Service, ServiceSpec};
-use k8s_openapi::api::discovery::v1::{Endpoint, EndpointPort, EndpointSlice};
+use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::config::parse_duration;
@@ -128,7 +128,7 @@ pub fn slice(slice: &EndpointSlice, node_name: &str) -> Translated<model::Slice>
         object = family.map(|family| model::Slice {
             service: model::ObjectName::new(&name.namespace, service),
             family,
-            ports: slice_ports(slice.ports.as_deref(), &mut refusals),
+            ports: slice_ports(slice, &mut refusals),
             endpoints: endpoints(&slice.endpoints, family, node_name, &mut refusals),
         });
     }
@@ -188,6 +188,13 @@ pub fn parse_address(text: &str) -> Option<IpAddr> {
         .next()
         .is_none()
         .then(|| IpAddr::V4(Ipv4Addr::from(octets)))
+}
+
+/// Reads a time as the API writes it (RFC 3339).
+#[must_use]
+pub fn parse_time(text: &str) -> Option<SystemTime> {
+    let time: k8s_openapi::jiff::Timestamp = text.parse().ok()?;
+    Some(time.into())
 }
 
 fn drain_timeout(metadata: &ObjectMeta, refusals: &mut Refusals) -> Option<Duration> {
@@ -517,8 +524,12 @@ fn affinity(spec: &ServiceSpec, refusals: &mut Refusals) -> Option<u32> {
     }
 }
 
-fn slice_ports(ports: Option<&[EndpointPort]>, refusals: &mut Refusals) -> Vec<model::SlicePort> {
-    let Some(ports) = ports else {
+fn slice_ports(slice: &EndpointSlice, refusals: &mut Refusals) -> Vec<model::SlicePort> {
+    let Some(ports) = &slice.ports else {
+        // So the API server's controller makes the slice of a Service that has no endpoints yet.
+        if slice.endpoints.is_empty() {
+            return Vec::new();
+        }
         let reason = "names no ports, so the endpoints of this slice are not used; \
                       list the ports of the Service";
         refusals.add("ports", "null", reason);

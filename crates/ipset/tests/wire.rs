@@ -578,12 +578,7 @@ fn entry(kind: SetType) -> BoxedStrategy<Entry> {
 fn options() -> impl Strategy<Value = Options> {
     let skbinfo = any::<(u32, u32, (u16, u16), u16)>();
     any::<(bool, Option<(u64, u64)>)>()
-        .prop_flat_map(move |some| {
-            (
-                Just(some),
-                prop_oneof![Just((0, 0, (0, 0), 0)), skbinfo],
-            )
-        })
+        .prop_flat_map(move |some| (Just(some), prop_oneof![Just((0, 0, (0, 0), 0)), skbinfo]))
         .prop_map(
             |((nomatch, counters), (mark, mask, priority, queue))| Options {
                 nomatch,

@@ -285,11 +285,14 @@ impl Planner {
                 Outcome::Failed(_) if self.is_orphan(&op) => self.mark(key, group),
                 Outcome::Failed(failure) => {
                     self.doubt |= matches!(failure.kind, FailureKind::Drift | FailureKind::Unknown);
-                    let attempts = self.failures.get(&key).map_or(0, |pause| pause.attempts);
+                    let failed = self.failures.get(&key);
+                    let since = failed.map_or(now, |pause| pause.since);
+                    let attempts = failed.map_or(0, |pause| pause.attempts);
                     let pause = FIRST_PAUSE * 2_u32.saturating_pow(attempts.min(6));
                     self.failures.insert(
                         key,
                         Pause {
+                            since,
                             attempts: attempts + 1,
                             until: now + pause.min(LONGEST_PAUSE),
                             group,
@@ -321,6 +324,17 @@ impl Planner {
             .filter(|d| !d.over)
             .map(|d| d.next_poll);
         retries.chain(polls).chain(ends).min()
+    }
+
+    /// The keys whose ops fail, and since when.
+    pub fn failing(&self) -> impl Iterator<Item = (&Key, Instant)> {
+        self.failures.iter().map(|(key, pause)| (key, pause.since))
+    }
+
+    /// Since when the op of a key fails, if it does.
+    #[must_use]
+    pub fn failing_since(&self, key: &Key) -> Option<Instant> {
+        self.failures.get(key).map(|pause| pause.since)
     }
 
     /// What the kernel should hold for the objects as they are now, drains aside.
@@ -537,6 +551,8 @@ impl Planner {
 
 #[derive(Debug)]
 struct Pause {
+    /// When it failed first.
+    since: Instant,
     attempts: u32,
     until: Instant,
     group: Group,

@@ -1065,7 +1065,8 @@ mod c {
         assert_eq!(world.servers(contested), ["10.244.1.1:8080 w1"]);
         // Both go, the winner first: nobody took over.
         let mut world = World::of(rivals());
-        world.settled([gone("b"), gone("a")]);
+        world.settled([gone("b")]);
+        world.settled([gone("a")]);
         assert_eq!(told(&mut world), NOTHING);
         // The winner stays, by another port.
         let mut world = World::of(rivals());
@@ -2013,7 +2014,8 @@ mod g {
                     SetType::HashIp(f)
                     | SetType::HashIpPort(f)
                     | SetType::HashIpPortIp(f)
-                    | SetType::HashIpPortNet(f) => assert_eq!(f, family, "{set:?}"),
+                    | SetType::HashIpPortNet(f)
+                    | SetType::HashNet(f) => assert_eq!(f, family, "{set:?}"),
                     SetType::BitmapPort => {}
                 }
             }

@@ -12,7 +12,8 @@ use tests::netns::Namespace;
 
 const CHANGED: u8 = 97;
 /// Sysctls that change by themselves, or that are one for all namespaces and set by tests.
-const VOLATILE: [&str; 4] = [
+const VOLATILE: [&str; 5] = [
+    "/net/nf_conntrack_max",
     "/netfilter/nf_conntrack_",
     "/core/rmem_",
     "/netfilter/nf_log",

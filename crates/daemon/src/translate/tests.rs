@@ -506,7 +506,8 @@ fn slices_that_are_left_out_or_refused() {
 #[test]
 fn ports_of_slices() {
     let ports = |ports: &str| {
-        let (object, refusals) = sliced(OF_WEB, &format!("addressType: IPv6\n{ports}"));
+        let endpoint = "endpoints: [{addresses: [fd00::1]}]";
+        let (object, refusals) = sliced(OF_WEB, &format!("addressType: IPv6\n{endpoint}\n{ports}"));
         let ports: Vec<u16> = object.unwrap().ports.iter().map(|p| p.port).collect();
         let prefix = "EndpointSlice ns/s: ";
         (
@@ -521,6 +522,9 @@ fn ports_of_slices() {
                    list the ports of the Service";
     assert_eq!(ports("ports: null"), (vec![], vec![unnamed.to_owned()]));
     assert_eq!(ports(""), (vec![], vec![unnamed.to_owned()]));
+    let (object, refusals) = sliced(OF_WEB, "addressType: IPv6\nendpoints: []\nports: null");
+    assert!(object.unwrap().ports.is_empty());
+    assert_eq!(refusals, none(), "there is nothing to use");
     assert_eq!(ports("ports: []"), (vec![], none()));
     assert_eq!(
         ports("ports: [{name: a}, {name: b, port: 0}, {port: null}]"),

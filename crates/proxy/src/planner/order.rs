@@ -154,6 +154,7 @@ impl Planner {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "a test")]
 mod tests {
     use std::sync::Arc;
     use std::time::Instant;

@@ -1,0 +1,150 @@
+//! How the API server is reached: a kubeconfig or the pod's service account.
+
+use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher, Hasher as _};
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use ipvs_netlink::VirtualServerKey;
+use ipvs_proxy_netlink::Protocol;
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+
+/// How long nothing may come from the API server before the connection counts as dead. Watches
+/// get a bookmark about once a minute.
+const SILENCE: Duration = Duration::from_secs(90);
+
+/// How to reach the API server.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Access {
+    /// The kubeconfig; `None` for the service account of the pod that this runs in.
+    pub kubeconfig: Option<PathBuf>,
+    /// The server's address, where it is not the one that the configuration names.
+    pub master: Option<String>,
+}
+
+/// Why no client can be made.
+#[derive(Debug, thiserror::Error)]
+pub enum AccessError {
+    /// The kubeconfig can't be used.
+    #[error("{}: {source}", path.display())]
+    Kubeconfig {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: kube::config::KubeconfigError,
+    },
+    /// There is no service account to use.
+    #[error(
+        "neither --manifests nor --kubeconfig is given, and this is not a pod of a cluster: {0}"
+    )]
+    InCluster(#[from] kube::config::InClusterError),
+    /// The server's address is none.
+    #[error("--master: {value:?} is no address of a server such as https://192.0.2.1:6443")]
+    Master {
+        /// The address as given.
+        value: String,
+    },
+    /// The credentials can't be used.
+    #[error("no client for the API server can be made: {0}")]
+    Client(Box<kube::Error>),
+}
+
+impl Access {
+    /// A client by what the files say now, and the server's address.
+    ///
+    /// # Errors
+    /// If a file is missing, or says what can't be used.
+    pub async fn client(&self) -> Result<(Client, String), AccessError> {
+        let mut config = match &self.kubeconfig {
+            Some(path) => {
+                let named = |source| AccessError::Kubeconfig {
+                    path: path.clone(),
+                    source,
+                };
+                let kubeconfig = Kubeconfig::read_from(path).map_err(named)?;
+                let options = KubeConfigOptions::default();
+                Config::from_custom_kubeconfig(kubeconfig, &options)
+                    .await
+                    .map_err(named)?
+            }
+            None => Config::incluster()?,
+        };
+        if let Some(value) = &self.master {
+            let with_scheme = match value.contains("://") {
+                true => value.clone(),
+                false => format!("https://{value}"),
+            };
+            config.cluster_url = with_scheme.parse().map_err(|_| AccessError::Master {
+                value: value.clone(),
+            })?;
+        }
+        config.connect_timeout = Some(Duration::from_secs(10));
+        config.read_timeout = Some(SILENCE);
+        config.reset_reader_on_write = true;
+        // The watcher has its own back-off, and says why it waits.
+        config.default_retry = false;
+        let server = config.cluster_url.to_string();
+        let client = Client::try_from(config).map_err(|e| AccessError::Client(Box::new(e)))?;
+        Ok((client, server))
+    }
+
+    /// A number that changes when a file changes from which a client is made.
+    #[must_use]
+    pub fn fingerprint(&self) -> u64 {
+        let mut hasher = BuildHasherDefault::<DefaultHasher>::default().build_hasher();
+        for path in self.files() {
+            hasher.write(&std::fs::read(path).unwrap_or_default());
+            hasher.write_u8(0);
+        }
+        hasher.finish()
+    }
+
+    /// The kubeconfig and the certificates that it names. Tokens are read again by the client.
+    fn files(&self) -> Vec<PathBuf> {
+        let Some(path) = &self.kubeconfig else {
+            return Vec::new();
+        };
+        let folder = path.parent().unwrap_or(Path::new(""));
+        let mut files = vec![path.clone()];
+        if let Ok(kubeconfig) = Kubeconfig::read_from(path) {
+            let clusters = kubeconfig.clusters.into_iter().filter_map(|c| c.cluster);
+            files.extend(clusters.filter_map(|c| Some(folder.join(c.certificate_authority?))));
+            let users = kubeconfig
+                .auth_infos
+                .into_iter()
+                .filter_map(|a| a.auth_info);
+            for user in users {
+                let named = [user.client_certificate, user.client_key];
+                files.extend(named.into_iter().flatten().map(|f| folder.join(f)));
+            }
+        }
+        files
+    }
+
+    /// What to add to a failure to connect: the pod's way to the API server is a virtual server that
+    /// this very process has yet to make.
+    #[must_use]
+    pub fn hint(&self) -> Option<String> {
+        if self.kubeconfig.is_some() || self.master.is_some() {
+            return None;
+        }
+        let host = std::env::var("KUBERNETES_SERVICE_HOST").ok()?;
+        let port = std::env::var("KUBERNETES_SERVICE_PORT").ok()?;
+        let address: IpAddr = host.parse().ok()?;
+        let server = SocketAddr::new(address, port.parse().ok()?);
+        let key = VirtualServerKey::Address {
+            address,
+            port: server.port(),
+            protocol: Protocol::Tcp,
+        };
+        let mut ipvs = ipvs_netlink::Client::open().ok()?;
+        let servers = ipvs.real_servers(key).ok()?;
+        servers.is_empty().then(|| {
+            format!(
+                "{server} is the API server's ClusterIP, which this proxy has yet to program on this node: \
+                 name the server's own address by --kubeconfig or --master"
+            )
+        })
+    }
+}

@@ -1,0 +1,353 @@
+//! List and watch.
+
+use std::cell::Cell;
+use std::collections::BTreeSet;
+use std::error::Error as _;
+use std::sync::mpsc::SyncSender;
+use std::time::{Duration, SystemTime};
+
+use futures::StreamExt as _;
+use ipvs_proxy_core::model::ObjectName;
+use k8s_openapi::api::core::v1::{Node, Service};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::api::{ListParams, WatchEvent, WatchParams};
+use kube::{Api, Client};
+use tracing::info;
+
+use super::sent::Sent;
+use super::{Access, ApiEvent, Followed, Kind, News};
+use crate::controller::Event;
+use crate::translate::{self, Refusal};
+
+/// kube-proxy's own selection, made by the server.
+const SELECTOR: &str = "!service.kubernetes.io/service-proxy-name,!service.kubernetes.io/headless";
+/// Objects in one answer to a list.
+const PAGE: u32 = 500;
+/// How long one watch lasts, in seconds; the next goes on where it ended.
+const WATCH_S: u32 = 290;
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// Objects that are told together.
+const TOGETHER: usize = 256;
+/// How often a failing client is made anew, if its files changed.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
+/// Follows until nobody listens any more. Never returns before.
+pub async fn follow(access: &Access, node_name: &str, sender: &SyncSender<Event>) {
+    let mut known = Known::default();
+    let mut told = String::new();
+    loop {
+        let fingerprint = access.fingerprint();
+        match access.client().await {
+            Ok((client, server)) => {
+                info!(server, "following the API server");
+                told.clear();
+                let ended = tokio::select! {
+                    ended = follow_all(&client, access, node_name, sender, &mut known) => ended,
+                    () = changed(access, fingerprint) => {
+                        info!("credentials or the API server's address changed: connecting anew");
+                        Ended::Unknown
+                    }
+                };
+                if matches!(ended, Ended::Nobody) {
+                    return;
+                }
+            }
+            Err(error) => {
+                let text = error.to_string();
+                if told != text {
+                    for kind in Kind::ALL {
+                        let failed = ApiEvent::Failed(kind, text.clone());
+                        if sender.send(Event::Api(failed)).is_err() {
+                            return;
+                        }
+                    }
+                    told = text;
+                }
+                tokio::time::sleep(LOOK_AGAIN).await;
+            }
+        }
+    }
+}
+
+/// Returns when the files from which the client was made changed.
+async fn changed(access: &Access, fingerprint: u64) {
+    while access.fingerprint() == fingerprint {
+        tokio::time::sleep(LOOK_AGAIN).await;
+    }
+}
+
+/// The names of what was told and not told gone, so that what vanished unseen is told gone by the next list.
+#[derive(Debug, Default)]
+struct Known {
+    services: BTreeSet<ObjectName>,
+    slices: BTreeSet<ObjectName>,
+    node: BTreeSet<ObjectName>,
+    /// The latest change of an endpoint that was told.
+    latest: Cell<Option<SystemTime>>,
+}
+
+/// Why following ended.
+enum Ended {
+    /// Nobody listens any more.
+    Nobody,
+    /// The server does not know us (401): a token may have been renewed.
+    Unknown,
+}
+
+/// What stands between two answers of the server.
+enum Stop {
+    Nobody,
+    Failed(kube::Error),
+    /// The server no longer has what came after the last answer (410).
+    Expired,
+}
+
+impl From<kube::Error> for Stop {
+    fn from(error: kube::Error) -> Stop {
+        match &error {
+            kube::Error::Api(status) if status.code == 410 => Stop::Expired,
+            _ => Stop::Failed(error),
+        }
+    }
+}
+
+async fn follow_all(
+    client: &Client,
+    access: &Access,
+    node_name: &str,
+    sender: &SyncSender<Event>,
+    known: &mut Known,
+) -> Ended {
+    let everywhere = Some(SELECTOR);
+    let own = format!("metadata.name={node_name}");
+    let latest = &known.latest;
+    let follower = |labels: Option<&str>, fields: Option<&str>| Follower {
+        client: client.clone(),
+        access,
+        node_name,
+        sender,
+        latest,
+        labels: labels.map(str::to_owned),
+        fields: fields.map(str::to_owned),
+    };
+    tokio::select! {
+        ended = follower(everywhere, None).run::<Service>(&mut known.services) => ended,
+        ended = follower(everywhere, None).run::<EndpointSlice>(&mut known.slices) => ended,
+        ended = follower(None, Some(&own)).run::<Node>(&mut known.node) => ended,
+    }
+}
+
+/// Follows one kind.
+struct Follower<'a> {
+    client: Client,
+    access: &'a Access,
+    node_name: &'a str,
+    sender: &'a SyncSender<Event>,
+    latest: &'a Cell<Option<SystemTime>>,
+    labels: Option<String>,
+    fields: Option<String>,
+}
+
+impl Follower<'_> {
+    async fn run<K: Followed>(self, known: &mut BTreeSet<ObjectName>) -> Ended {
+        let api = Api::<Sent<K>>::all(self.client.clone());
+        let mut version = None;
+        let mut failures = 0;
+        loop {
+            let error = match self.once(&api, known, &mut version, &mut failures).await {
+                Ok(()) => continue,
+                Err(Stop::Nobody) => return Ended::Nobody,
+                Err(Stop::Expired) => {
+                    version = None;
+                    continue;
+                }
+                Err(Stop::Failed(error)) => error,
+            };
+            let pause = pause(failures, &error);
+            failures += 1;
+            let unknown = matches!(&error, kube::Error::Api(status) if status.code == 401);
+            if self
+                .tell(ApiEvent::Failed(K::KIND, self.say::<K>(&error)))
+                .is_err()
+            {
+                return Ended::Nobody;
+            }
+            tokio::time::sleep(pause).await;
+            if unknown {
+                return Ended::Unknown;
+            }
+        }
+    }
+
+    /// A list, where there is no version to go on from, and a watch until it ends.
+    async fn once<K: Followed>(
+        &self,
+        api: &Api<Sent<K>>,
+        known: &mut BTreeSet<ObjectName>,
+        version: &mut Option<String>,
+        failures: &mut u32,
+    ) -> Result<(), Stop> {
+        let from = match version.take() {
+            Some(version) => version,
+            None => self.list(api, known).await?,
+        };
+        let mut params = WatchParams::default().timeout(WATCH_S);
+        params.label_selector.clone_from(&self.labels);
+        params.field_selector.clone_from(&self.fields);
+        // Whatever ends the watch, the next goes on from here.
+        let last = version.insert(from);
+        let stream = api.watch(&params, last).await?;
+        *failures = 0;
+        // Also of a failure that another client met.
+        self.tell(ApiEvent::Followed(K::KIND))?;
+        let mut stream = std::pin::pin!(stream.ready_chunks(TOGETHER));
+        while let Some(events) = stream.next().await {
+            let mut news = News::default();
+            let mut stop = None;
+            for event in events {
+                let object = match event {
+                    Ok(WatchEvent::Bookmark(bookmark)) => {
+                        last.clone_from(&bookmark.metadata.resource_version);
+                        continue;
+                    }
+                    Ok(WatchEvent::Added(object) | WatchEvent::Modified(object)) => {
+                        known.insert(translate::object_name(&object.metadata));
+                        self.read(&object, &mut news);
+                        object
+                    }
+                    Ok(WatchEvent::Deleted(object)) => {
+                        let name = translate::object_name(&object.metadata);
+                        known.remove(&name);
+                        K::tell_gone(name, &mut news);
+                        object
+                    }
+                    Ok(WatchEvent::Error(status)) => {
+                        stop = Some(Stop::from(kube::Error::Api(status)));
+                        break;
+                    }
+                    Err(error) => {
+                        stop = Some(Stop::from(error));
+                        break;
+                    }
+                };
+                if let Some(version) = &object.metadata.resource_version {
+                    last.clone_from(version);
+                }
+            }
+            self.tell_news(news)?;
+            if let Some(stop) = stop {
+                return Err(stop);
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells all objects of the kind, and those gone that were known and are not listed; the version of the list.
+    async fn list<K: Followed>(
+        &self,
+        api: &Api<Sent<K>>,
+        known: &mut BTreeSet<ObjectName>,
+    ) -> Result<String, Stop> {
+        let mut params = ListParams::default().limit(PAGE);
+        params.label_selector.clone_from(&self.labels);
+        params.field_selector.clone_from(&self.fields);
+        let mut listed = BTreeSet::new();
+        // A list tells again what was told; only what happened since is news.
+        let told = self.latest.get();
+        loop {
+            let page = api.list(&params).await?;
+            let mut news = News::default();
+            for object in &page.items {
+                let name = translate::object_name(&object.metadata);
+                known.insert(name.clone());
+                listed.insert(name);
+                self.read(object, &mut news);
+            }
+            news.triggers.retain(|(_, at)| Some(*at) > told);
+            let next = page.metadata.continue_.filter(|token| !token.is_empty());
+            if next.is_none() {
+                let gone: Vec<_> = known.difference(&listed).cloned().collect();
+                for name in gone {
+                    known.remove(&name);
+                    K::tell_gone(name, &mut news);
+                }
+                news.listed = Some(K::KIND);
+            }
+            self.tell_news(news)?;
+            match next {
+                Some(token) => params.continue_token = Some(token),
+                None => return Ok(page.metadata.resource_version.unwrap_or_default()),
+            }
+        }
+    }
+
+    /// Adds what an object says; nothing of it counts when it can't be read.
+    fn read<K: Followed>(&self, sent: &Sent<K>, news: &mut News) {
+        match &sent.object {
+            Ok(object) => object.tell(self.node_name, news),
+            Err((field, error)) => {
+                let name = translate::object_name(&sent.metadata);
+                news.refusals.push(Refusal {
+                    object: format!("{} {name}", K::kind(&())),
+                    field: field.clone(),
+                    value: error.clone(),
+                    reason: "so nothing of the object is used".to_owned(),
+                });
+                K::tell_gone(name, news);
+            }
+        }
+    }
+
+    fn tell_news(&self, news: News) -> Result<(), Stop> {
+        let latest = news.triggers.iter().map(|(_, at)| *at).max();
+        self.latest.set(self.latest.get().max(latest));
+        self.tell(ApiEvent::News(news))
+    }
+
+    fn tell(&self, event: ApiEvent) -> Result<(), Stop> {
+        let sent = self.sender.send(Event::Api(event));
+        sent.map_err(|_| Stop::Nobody)
+    }
+
+    /// The error in one line: verb and resource, and what is behind it.
+    fn say<K: Followed>(&self, error: &kube::Error) -> String {
+        if let kube::Error::Api(status) = error {
+            return format!("{} ({})", status.message, status.code);
+        }
+        let mut text = error.to_string();
+        let mut source = error.source();
+        while let Some(cause) = source {
+            let cause_text = cause.to_string();
+            if !text.contains(&cause_text) {
+                text = format!("{text}: {cause_text}");
+            }
+            source = cause.source();
+        }
+        match self.access.hint() {
+            Some(hint) => format!("{text}; {hint}"),
+            None => text,
+        }
+    }
+}
+
+/// How long to wait after an error: twice as long each time, no two processes alike; longer if the server asks for it.
+fn pause(failures: u32, error: &kube::Error) -> Duration {
+    let longest = FIRST_PAUSE * 2_u32.saturating_pow(failures.min(6));
+    let longest = longest.min(LONGEST_PAUSE);
+    // From 50 % to 100 %.
+    let share = 0.5 + 0.5 * share();
+    let asked = match error {
+        kube::Error::Api(status) => status.details.as_ref().map_or(0, |d| d.retry_after_seconds),
+        _ => 0,
+    };
+    longest.mul_f64(share) + Duration::from_secs(u64::from(asked))
+}
+
+/// A number from 0 to 1 that differs from process to process and from call to call.
+fn share() -> f64 {
+    use std::hash::{BuildHasher as _, RandomState};
+    // The keys of the hash are random.
+    let number = RandomState::new().hash_one(0_u8) >> 32;
+    f64::from(u32::try_from(number).unwrap_or_default()) / f64::from(u32::MAX)
+}

@@ -1,0 +1,99 @@
+//! An object as the server sent it.
+
+use std::borrow::Cow;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::Resource;
+use serde::de::{DeserializeOwned, Error as _};
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
+
+/// An object, or why it can't be read: one of them must not stop what is told of all others.
+#[derive(Clone, Debug)]
+pub(super) struct Sent<K> {
+    pub(super) metadata: ObjectMeta,
+    /// The error names the field by its path, and says what is wrong.
+    pub(super) object: Result<K, (String, String)>,
+}
+
+impl<'de, K: DeserializeOwned> Deserialize<'de> for Sent<K> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut value = Value::deserialize(deserializer)?;
+        // Nobody reads them here, and the API server stores a Service's without their times, which the type asks for.
+        if let Some(status) = value.get_mut("status").and_then(Value::as_object_mut) {
+            status.remove("conditions");
+        }
+        let metadata = value.get("metadata").cloned().unwrap_or_default();
+        Ok(Sent {
+            metadata: serde_json::from_value(metadata).map_err(D::Error::custom)?,
+            object: serde_path_to_error::deserialize(value)
+                .map_err(|error| (error.path().to_string(), error.inner().to_string())),
+        })
+    }
+}
+
+impl<K: Resource<DynamicType = ()>> Resource for Sent<K> {
+    type DynamicType = ();
+    type Scope = K::Scope;
+
+    fn kind(_: &()) -> Cow<'_, str> {
+        K::kind(&())
+    }
+
+    fn group(_: &()) -> Cow<'_, str> {
+        K::group(&())
+    }
+
+    fn version(_: &()) -> Cow<'_, str> {
+        K::version(&())
+    }
+
+    fn plural(_: &()) -> Cow<'_, str> {
+        K::plural(&())
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        &self.metadata
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        &mut self.metadata
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::Service;
+    use kube::api::WatchEvent;
+
+    use super::Sent;
+
+    fn modified(service: &str) -> Sent<Service> {
+        let line = format!(r#"{{"type": "MODIFIED", "object": {service}}}"#);
+        match serde_json::from_str(&line).unwrap() {
+            WatchEvent::Modified(sent) => sent,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_condition_without_its_time_does_not_matter() {
+        let sent = modified(
+            r#"{"metadata": {"name": "s"}, "spec": {"clusterIP": "10.0.0.1"}, "status": {
+                "loadBalancer": {"ingress": [{"ip": "203.0.113.1"}]},
+                "conditions": [{"type": "A", "status": "True", "lastTransitionTime": null}]}}"#,
+        );
+        let service = sent.object.unwrap();
+        let balancer = service.status.unwrap().load_balancer.unwrap();
+        assert_eq!(balancer.ingress.unwrap().len(), 1);
+    }
+
+    #[test]
+    fn an_object_that_cannot_be_read_has_its_name() {
+        let sent = modified(r#"{"metadata": {"name": "s"}, "spec": {"ports": 5}}"#);
+        assert_eq!(sent.metadata.name.as_deref(), Some("s"));
+        let (field, error) = sent.object.unwrap_err();
+        assert_eq!(field, "spec.ports");
+        assert!(error.contains("invalid type: integer `5`"), "{error}");
+    }
+}

@@ -1,0 +1,256 @@
+//! What the process knows about itself, and the verdicts on it. Pure: time is an argument.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant, SystemTime};
+
+use k8s_openapi::jiff::Timestamp;
+use serde_json::{Value, json};
+
+use crate::api::Kind;
+
+/// A moment, on both clocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Moment {
+    /// On the clock that never jumps.
+    pub at: Instant,
+    /// On the clock that people read.
+    pub wall: SystemTime,
+}
+
+impl Moment {
+    /// The moment of the call.
+    #[must_use]
+    pub fn now() -> Moment {
+        Moment {
+            at: Instant::now(),
+            wall: SystemTime::now(),
+        }
+    }
+
+    fn passed(self, now: Moment) -> Duration {
+        now.at.saturating_duration_since(self.at)
+    }
+}
+
+/// Which verdict is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Question {
+    /// /healthz: what load balancers ask before they send new connections.
+    Health,
+    /// /livez: what kubelet asks before it starts the process again.
+    Life,
+    /// /readyz: whether all is in force since the start.
+    Readiness,
+}
+
+/// How a kind is followed at the API server.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Followed {
+    /// When it was listed first.
+    pub listed: Option<SystemTime>,
+    /// Since when it can't be followed, and why.
+    pub failing: Option<(Moment, String)>,
+}
+
+/// What the process knows about itself.
+#[derive(Debug, Clone)]
+pub struct Health {
+    /// How long a change may wait, and the loop may be at one thing.
+    pub patience: Duration,
+    /// When the process started.
+    pub started: Moment,
+    /// The last sign of life of the loop, while it has something to do.
+    pub busy: Option<Moment>,
+    /// The oldest change that is not in the kernel, failures of single Services aside.
+    pub queued: Option<Moment>,
+    /// When all was last in the kernel.
+    pub applied: Option<SystemTime>,
+    /// When all was in force the first time.
+    pub in_force: Option<SystemTime>,
+    /// Since when sets, rules or the link, on which every Service rests, can't be written.
+    pub base_failing: Option<Moment>,
+    /// How many things can't be written, and since when the first of them.
+    pub failing: Option<(usize, Moment)>,
+    /// Since when the kernel can't be read, and why.
+    pub unread: Option<(Moment, String)>,
+    /// The sysctls that can't be set, and when that was found.
+    pub sysctls: Option<(BTreeSet<String>, SystemTime)>,
+    /// Why load balancers should send the node nothing new, and since when.
+    pub ineligible: Option<(&'static str, SystemTime)>,
+    /// Each kind at the API server; empty where objects come from manifests.
+    pub api: BTreeMap<Kind, Followed>,
+}
+
+/// One thing that is looked at.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Check {
+    name: &'static str,
+    /// What is wrong, if anything.
+    fault: Option<String>,
+    since: SystemTime,
+    /// Whether it decides.
+    counts: bool,
+}
+
+impl Health {
+    /// Of a process that starts now.
+    #[must_use]
+    pub fn new(sync_period: Duration, started: Moment) -> Health {
+        Health {
+            patience: sync_period * 2,
+            started,
+            busy: None,
+            queued: None,
+            applied: None,
+            in_force: None,
+            base_failing: None,
+            failing: None,
+            unread: None,
+            sysctls: None,
+            ineligible: None,
+            api: BTreeMap::new(),
+        }
+    }
+
+    /// Whether the answer is yes, code 200; else it is 503.
+    #[must_use]
+    pub fn is(&self, question: Question, now: Moment) -> bool {
+        let mut checks = self.checks(question, now).into_iter();
+        checks.all(|check| !check.counts || check.fault.is_none())
+    }
+
+    /// How long the oldest change waits that is not in the kernel, those that fail included.
+    #[must_use]
+    pub fn oldest_unapplied(&self, now: Moment) -> Duration {
+        let failing = self.failing.map(|(_, since)| since);
+        let waits = self.queued.into_iter().chain(failing);
+        waits
+            .map(|since| since.passed(now))
+            .max()
+            .unwrap_or_default()
+    }
+
+    fn checks(&self, question: Question, now: Moment) -> Vec<Check> {
+        let late = |since: Option<Moment>| since.filter(|s| s.passed(now) > self.patience);
+        let mut checks = Vec::new();
+        let mut add = |name, on: &[Question], fault: Option<(String, SystemTime)>, ok_since| {
+            let (fault, since) = match fault {
+                Some((fault, since)) => (Some(fault), since),
+                None => (None, ok_since),
+            };
+            checks.push(Check {
+                name,
+                fault,
+                since,
+                counts: on.contains(&question),
+            });
+        };
+        let started = self.started.wall;
+        let applied = self.applied.unwrap_or(started);
+        let asked = [Question::Health, Question::Life, Question::Readiness];
+        let stuck = late(self.busy).map(|m| ("no sign of life".to_owned(), m.wall));
+        add(
+            "loop",
+            &asked,
+            stuck,
+            self.busy.map_or(now.wall, |m| m.wall),
+        );
+        let waits = late(self.queued).map(|m| {
+            let waits_s = m.passed(now).as_secs();
+            (format!("a change waits for {waits_s} s"), m.wall)
+        });
+        add("programming", &asked[..1], waits, applied);
+        let base = late(self.base_failing).map(|m| {
+            (
+                "sets, rules or the link can't be written".to_owned(),
+                m.wall,
+            )
+        });
+        add("base", &asked[..1], base, applied);
+        let ineligible = self.ineligible.map(|(why, since)| (why.to_owned(), since));
+        add("node", &asked[..1], ineligible, started);
+        let waiting = "not all is listed and in force yet".to_owned();
+        let not_ready = self.in_force.is_none().then_some((waiting, started));
+        add(
+            "in-force",
+            &asked[2..],
+            not_ready,
+            self.in_force.unwrap_or(started),
+        );
+        let unread = self.unread.clone().map(|(moment, why)| (why, moment.wall));
+        add("kernel-read", &[], unread, applied);
+        let failing = self
+            .failing
+            .map(|(number, since)| (format!("{number} can't be written"), since.wall));
+        add("objects", &[], failing, applied);
+        let sysctls = self
+            .sysctls
+            .clone()
+            .map(|(all, since)| (all.into_iter().collect::<Vec<_>>().join("; "), since));
+        add("sysctls", &[], sysctls, started);
+        for (kind, followed) in &self.api {
+            let name = match kind {
+                Kind::Services => "api-services",
+                Kind::EndpointSlices => "api-endpointslices",
+                Kind::Node => "api-node",
+            };
+            let fault = match (&followed.failing, followed.listed) {
+                (Some((since, why)), _) => Some((why.clone(), since.wall)),
+                (None, None) => Some(("not listed yet".to_owned(), started)),
+                (None, Some(_)) => None,
+            };
+            add(name, &[], fault, followed.listed.unwrap_or(started));
+        }
+        checks
+    }
+
+    /// The answer of /healthz and /livez: kube-proxy's fields. Only /healthz says whether the node
+    /// is eligible.
+    #[must_use]
+    pub fn body(&self, question: Question, now: Moment) -> Value {
+        // kube-proxy's `healthy` leaves the node aside, as /livez does.
+        let mut eligible = self.clone();
+        eligible.ineligible = None;
+        let healthy = eligible.is(question, now);
+        let last = match healthy {
+            true => now.wall,
+            false => self.applied.unwrap_or(self.started.wall),
+        };
+        let mut body = json!({
+            "lastUpdated": rfc3339(last),
+            "currentTime": rfc3339(now.wall),
+            "healthy": healthy,
+        });
+        if let (Question::Health, Some(fields)) = (question, body.as_object_mut()) {
+            fields.insert("nodeEligible".to_owned(), self.ineligible.is_none().into());
+        }
+        body
+    }
+
+    /// All checks, one a line: `[+]` fine, `[-]` not, `[~]` not, but it does not decide.
+    #[must_use]
+    pub fn verbose(&self, question: Question, now: Moment) -> String {
+        let mut text = String::new();
+        for check in self.checks(question, now) {
+            let since = rfc3339(check.since);
+            text += &match (check.fault, check.counts) {
+                (None, _) => format!("[+]{} ok since {since}\n", check.name),
+                (Some(why), true) => format!("[-]{} failed since {since}: {why}\n", check.name),
+                (Some(why), false) => format!("[~]{} failed since {since}: {why}\n", check.name),
+            };
+        }
+        text += match self.is(question, now) {
+            true => "check passed\n",
+            false => "check failed\n",
+        };
+        text
+    }
+}
+
+/// A time as the API writes it, to the microsecond.
+fn rfc3339(time: SystemTime) -> String {
+    match Timestamp::try_from(time) {
+        Ok(time) => format!("{time:.6}"),
+        Err(_) => String::new(),
+    }
+}

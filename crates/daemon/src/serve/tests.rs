@@ -1,0 +1,276 @@
+use std::collections::BTreeSet;
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ipvs_proxy_core::model::{Change, Node};
+use ipvs_proxy_netlink::Family;
+use serde_json::{Value, json};
+
+use super::{Listen, Moment, Status, health_router, metrics_router, start};
+use crate::api::{Kind, NodeFacts};
+
+const PERIOD: Duration = Duration::from_secs(30);
+
+/// Both routers on loopback.
+struct Server {
+    status: Arc<Status>,
+    metrics: SocketAddr,
+    health: SocketAddr,
+}
+
+impl Server {
+    fn new(api: bool) -> Server {
+        let config = json!({"scheduler": "lc"});
+        let status = Arc::new(Status::new(&Family::ALL, PERIOD, api, config));
+        let routers = [metrics_router, health_router].map(|router| router(Arc::clone(&status)));
+        let [metrics, health] = routers.map(|router| {
+            let listener = super::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+            let address = listener.local_addr().unwrap();
+            std::thread::spawn(move || {
+                let runtime = tokio::runtime::Builder::new_current_thread()
+                    .enable_all()
+                    .build()
+                    .unwrap();
+                runtime.block_on(async {
+                    let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+                    axum::serve(listener, router).await.unwrap();
+                });
+            });
+            address
+        });
+        Server {
+            status,
+            metrics,
+            health,
+        }
+    }
+
+    /// Codes of /healthz, /livez and /readyz.
+    fn codes(&self) -> [u16; 3] {
+        ["/healthz", "/livez", "/readyz"].map(|path| get(self.health, path).0)
+    }
+
+    fn verbose(&self) -> String {
+        get(self.health, "/readyz?verbose").2
+    }
+}
+
+/// Code, headers in lower case, body.
+fn get(address: SocketAddr, path: &str) -> (u16, String, String) {
+    let mut stream = TcpStream::connect(address).unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let code = head.split(' ').nth(1).unwrap().parse().unwrap();
+    (code, head.to_lowercase(), body.to_owned())
+}
+
+/// A moment that is so long ago.
+fn ago(seconds: u64) -> Moment {
+    let (now, by) = (Moment::now(), Duration::from_secs(seconds));
+    Moment {
+        at: now.at.checked_sub(by).unwrap(),
+        wall: now.wall - by,
+    }
+}
+
+fn facts(ineligible: Option<&'static str>) -> NodeFacts {
+    NodeFacts {
+        ineligible,
+        ..NodeFacts::default()
+    }
+}
+
+#[test]
+fn codes_by_state() {
+    let server = Server::new(false);
+    let status = &server.status;
+    assert_eq!(server.codes(), [200, 200, 503], "at start");
+    status.queued(&[Change::Node(Node::default())], Vec::new(), true);
+    assert_eq!(server.codes(), [200, 200, 503], "a change came");
+    status.health().queued = Some(ago(59));
+    assert_eq!(server.codes(), [200, 200, 503], "it waits, not too long");
+    status.health().queued = Some(ago(61));
+    assert_eq!(server.codes(), [503, 200, 503], "it waits too long");
+    status.rests(std::iter::empty(), None);
+    status.ready();
+    assert_eq!(server.codes(), [200, 200, 200], "it is in the kernel");
+
+    status.node(&facts(Some("the Node is being deleted")));
+    assert_eq!(server.codes(), [503, 200, 200], "not eligible");
+    status.node(&facts(None));
+    assert_eq!(server.codes(), [200, 200, 200], "eligible again");
+
+    let at = |seconds| ago(seconds).at;
+    status.rests([at(3600), at(10)].into_iter(), None);
+    assert_eq!(server.codes(), [200, 200, 200], "things of Services fail");
+    assert!(server.verbose().contains("\n[~]objects failed since "));
+    assert!(server.verbose().contains(": 2 can't be written\n"));
+    status.rests([at(61)].into_iter(), Some(at(61)));
+    assert_eq!(server.codes(), [503, 200, 200], "what all rest on fails");
+    status.rests(std::iter::empty(), None);
+
+    status.read(Err("no answer".to_owned()));
+    status.sysctls(&BTreeSet::from(["sysctl x is 0".to_owned()]));
+    assert_eq!(
+        server.codes(),
+        [200, 200, 200],
+        "findings that do not decide"
+    );
+    assert!(server.verbose().contains("[~]kernel-read failed since "));
+    assert!(server.verbose().contains("[~]sysctls failed since "));
+
+    status.works();
+    assert_eq!(server.codes(), [200, 200, 200], "the loop works");
+    status.health().busy = Some(ago(61));
+    assert_eq!(server.codes(), [503, 503, 503], "the loop is stuck");
+    status.waits();
+    assert_eq!(server.codes(), [200, 200, 200], "the loop waits");
+
+    let metrics = get(server.metrics, "/metrics").2;
+    let counted = |line: &str| metrics.lines().any(|l| l == line);
+    assert!(
+        counted("kubeproxy_proxy_livez_total{code=\"503\"} 1"),
+        "{metrics}"
+    );
+    assert!(
+        counted("kubeproxy_proxy_healthz_total{code=\"503\"} 4"),
+        "{metrics}"
+    );
+    assert!(counted("ipvs_proxy_failed_sysctls 1"), "{metrics}");
+}
+
+#[test]
+fn an_outage_of_the_api_server_is_shown_and_decides_nothing() {
+    let server = Server::new(true);
+    let status = &server.status;
+    let up = |kind: &str| {
+        let metrics = get(server.metrics, "/metrics").2;
+        let line = |value| format!("ipvs_proxy_api_up{{resource=\"{kind}\"}} {value}");
+        metrics.lines().any(|l| l == line(1)) && !metrics.lines().any(|l| l == line(0))
+    };
+    assert!(server.verbose().contains("[~]api-services failed since "));
+    // Changes that can't be applied before all is listed wait for the API server, not for us.
+    status.queued(&[Change::Node(Node::default())], Vec::new(), false);
+    assert!(status.health().queued.is_none());
+    assert!(!up("services"));
+    Kind::ALL.into_iter().for_each(|kind| status.listed(kind));
+    status.complete();
+    status.rests(std::iter::empty(), None);
+    status.ready();
+    assert!(server.verbose().contains("[+]api-services ok since "));
+    assert!(up("services"));
+    status.followed(Kind::Services, Err("connection refused"));
+    let since = status.health().api[&Kind::Services]
+        .failing
+        .clone()
+        .unwrap()
+        .0;
+    status.followed(Kind::Services, Err("no route"));
+    let failing = status.health().api[&Kind::Services].failing.clone();
+    assert_eq!(
+        failing,
+        Some((since, "no route".to_owned())),
+        "since the first failure"
+    );
+    assert_eq!(server.codes(), [200, 200, 200]);
+    assert!(server.verbose().contains("[~]api-services failed since "));
+    assert!(!up("services") && up("nodes"));
+    status.followed(Kind::Services, Ok(()));
+    assert!(server.verbose().contains("[+]api-services ok since ") && up("services"));
+}
+
+#[test]
+fn bodies_are_those_of_kube_proxy() {
+    let server = Server::new(false);
+    server.status.rests(std::iter::empty(), None);
+    let json = |path: &str| -> Value {
+        let (_, head, body) = get(server.health, path);
+        assert!(
+            head.contains("content-type: application/json\r\n"),
+            "{head}"
+        );
+        assert!(head.contains("x-content-type-options: nosniff"), "{head}");
+        serde_json::from_str(&body).unwrap()
+    };
+    let healthy = json("/healthz");
+    assert_eq!(healthy["nodeEligible"], json!(true));
+    assert_eq!(healthy["healthy"], json!(true));
+    assert_eq!(healthy["lastUpdated"], healthy["currentTime"]);
+    let time: k8s_openapi::jiff::Timestamp =
+        healthy["currentTime"].as_str().unwrap().parse().unwrap();
+    assert!(
+        time.duration_until(k8s_openapi::jiff::Timestamp::now())
+            .as_secs()
+            < 60
+    );
+    assert_eq!(json("/livez").get("nodeEligible"), None);
+
+    server.status.node(&facts(Some("the Node is gone")));
+    let ineligible = json("/healthz");
+    assert_eq!(ineligible["nodeEligible"], json!(false));
+    assert_eq!(
+        ineligible["healthy"],
+        json!(true),
+        "the proxy itself is well"
+    );
+    server.status.health().queued = Some(ago(100));
+    let late = json("/healthz");
+    assert_eq!(late["healthy"], json!(false));
+    assert_ne!(late["lastUpdated"], late["currentTime"]);
+}
+
+#[test]
+fn other_paths_of_metrics() {
+    let server = Server::new(false);
+    let cases = [
+        ("/healthz", 200, "text/plain", "ok"),
+        ("/proxyMode", 200, "text/plain", "ipvs"),
+        (
+            "/configz",
+            200,
+            "application/json",
+            "{\"scheduler\":\"lc\"}",
+        ),
+        ("/livez", 404, "", ""),
+    ];
+    for (path, code, content_type, body) in cases {
+        let answer = get(server.metrics, path);
+        assert_eq!((answer.0, answer.2.as_str()), (code, body), "{path}");
+        assert!(answer.1.contains(content_type), "{path}: {}", answer.1);
+    }
+    let metrics = get(server.metrics, "/metrics").1;
+    assert!(
+        metrics.contains("content-type: text/plain; version=0.0.4"),
+        "{metrics}"
+    );
+}
+
+#[test]
+fn a_taken_address_is_an_error_or_tried_again() {
+    let status = Arc::new(Status::new(&[Family::V4], PERIOD, false, Value::Null));
+    let taken = super::bind("[::1]:0".parse().unwrap()).unwrap();
+    let address = taken.local_addr().unwrap();
+    let listen = |hard_fail| Listen {
+        metrics: None,
+        health: Some(address),
+        hard_fail,
+    };
+    let error = start(&status, listen(true)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        format!("health: can't listen on {address}")
+    );
+    start(&status, listen(false)).unwrap();
+    drop(taken);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while TcpStream::connect(address).is_err() {
+        assert!(Instant::now() < deadline, "nobody listens on {address}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(get(address, "/healthz").0, 200);
+}

@@ -1,0 +1,146 @@
+//! What the daemon tells over HTTP.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+
+use tests::daemon::{Daemon, Manifests, service, slice, wait_until};
+use tests::netns::{Namespace, loopback_up};
+use tests::topology::pod_addresses;
+
+const METRICS: &str = "127.0.0.1:10249";
+const HEALTH: &str = "[::1]:10256";
+
+/// Code and body of a path, asked on the node itself; `None` when nobody listens.
+fn get(node: &Namespace, address: &str, path: &str) -> Option<(u16, String)> {
+    let address: SocketAddr = address.parse().unwrap();
+    let answer = node.enter(|| {
+        let mut stream = TcpStream::connect(address).ok()?;
+        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).ok()?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).ok()?;
+        Some(answer)
+    })?;
+    let (head, body) = answer.split_once("\r\n\r\n")?;
+    let code = head.split(' ').nth(1)?.parse().ok()?;
+    Some((code, body.to_owned()))
+}
+
+/// A sample of the metrics, by its name and labels.
+fn metric(node: &Namespace, name: &str) -> f64 {
+    let text = get(node, METRICS, "/metrics").unwrap().1;
+    let mut samples = text.lines().filter_map(|line| line.rsplit_once(' '));
+    let found = samples.find(|(of, _)| *of == name);
+    found.map_or(0.0, |(_, value)| value.parse().unwrap())
+}
+
+/// Lines of `ipset list` that are entries.
+fn entries(node: &Namespace, set: &str) -> f64 {
+    let listed = node.tool(&format!("ipset list {set}"));
+    let members = listed.split_once("Members:\n").unwrap().1;
+    f64::from(u32::try_from(members.lines().count()).unwrap())
+}
+
+fn endpoints(manifests: &Manifests, number: u8) {
+    let pods: Vec<_> = (0..number)
+        .map(|pod| (pod_addresses(pod)[0], true, "node"))
+        .collect();
+    manifests.write("slice.yaml", &slice("a", "a", &[("", "TCP", 80)], &pods));
+}
+
+#[test]
+fn the_daemon_tells_how_it_is() {
+    let node = Namespace::new();
+    node.enter(loopback_up).unwrap();
+    let manifests = Manifests::new();
+    let text = service("a", &["10.96.0.10"], &[("", "TCP", 80, 0)]);
+    manifests.write("service.yaml", &text);
+    endpoints(&manifests, 2);
+    let health = ["--healthz-bind-address", HEALTH];
+    let mut daemon = Daemon::start(&node, &manifests, &health);
+    daemon.settle();
+
+    let answer = |address, path: &str| get(&node, address, path).unwrap();
+    for path in ["/healthz", "/livez", "/readyz"] {
+        let (code, body) = answer(HEALTH, path);
+        assert_eq!(code, 200, "{path}: {body}");
+    }
+    let body: serde_json::Value = serde_json::from_str(&answer(HEALTH, "/healthz").1).unwrap();
+    assert_eq!(body["nodeEligible"], true);
+    let verbose = answer(HEALTH, "/readyz?verbose").1;
+    assert!(verbose.contains("[+]in-force ok since 20"), "{verbose}");
+    assert!(!verbose.contains("api-"), "{verbose}");
+    assert_eq!(answer(METRICS, "/proxyMode"), (200, "ipvs".to_owned()));
+    assert_eq!(answer(METRICS, "/healthz"), (200, "ok".to_owned()));
+    let config: serde_json::Value = serde_json::from_str(&answer(METRICS, "/configz").1).unwrap();
+    assert_eq!(config["ipvs-proxy"]["nodeName"], "node");
+    let kube_proxy = &config["kubeproxy.config.k8s.io"];
+    assert_eq!(kube_proxy["kind"], "KubeProxyConfiguration");
+    assert!(kube_proxy["ipvs"].is_object(), "{kube_proxy}");
+
+    // A change is counted, and what the kernel holds is told as it is.
+    let v4 = "{ip_family=\"IPv4\"}";
+    let added = "ipvs_proxy_kernel_ops_total{kind=\"real_server\",op=\"add\",result=\"done\"}";
+    let changes = format!("kubeproxy_sync_proxy_rules_endpoint_changes_total{v4}");
+    let passes = format!("kubeproxy_sync_proxy_rules_duration_seconds_count{v4}");
+    let servers = format!("ipvs_proxy_real_servers{v4}");
+    let names = [added, &changes, &passes, &servers];
+    let values = || names.map(|name| metric(&node, name));
+    let before = values();
+    assert_eq!(before[3], 2.0);
+    endpoints(&manifests, 3);
+    wait_until("the new real server is counted", || values()[3] == 3.0);
+    let after = values();
+    assert_eq!([after[0], after[1]], [before[0] + 1.0, before[1] + 1.0]);
+    assert!(after[2] > before[2]);
+    let listed = node.tool("ipvsadm -S -n");
+    assert_eq!(
+        listed.lines().filter(|line| line.starts_with("-a")).count(),
+        3
+    );
+    for set in ["KUBE-CLUSTER-IP", "KUBE-IPVS-SERVING", "KUBE-LOOP-BACK"] {
+        let told = metric(&node, &format!("ipvs_proxy_set_entries{{set=\"{set}\"}}"));
+        assert_eq!(told, entries(&node, set), "{set}");
+        assert!(told > 0.0, "{set}");
+    }
+
+    // What it finds after a restart is counted, too.
+    daemon.stop();
+    let mut daemon = Daemon::start(&node, &manifests, &health);
+    daemon.settle();
+    wait_until("what was found is counted", || {
+        metric(&node, &servers) == 3.0
+    });
+    assert_eq!(metric(&node, added), 0.0);
+}
+
+#[test]
+fn a_taken_address_ends_the_daemon_only_if_it_should() {
+    let node = Namespace::new();
+    node.enter(loopback_up).unwrap();
+    let taken = node.enter(|| std::net::TcpListener::bind(HEALTH)).unwrap();
+    let manifests = Manifests::new();
+    manifests.write(
+        "service.yaml",
+        &service("a", &["10.96.0.10"], &[("", "TCP", 80, 0)]),
+    );
+    let flags = [
+        "--healthz-bind-address",
+        HEALTH,
+        "--metrics-bind-address",
+        "",
+    ];
+    let hard = [&flags[..], &["--bind-address-hard-fail"]].concat();
+    let (status, log) = Daemon::start(&node, &manifests, &hard).ended();
+    assert!(!status.success());
+    assert!(log.contains("health: can't listen on [::1]:10256"), "{log}");
+
+    let mut daemon = Daemon::start(&node, &manifests, &flags);
+    daemon.settle();
+    drop(taken);
+    wait_until("the address is listened on", || {
+        get(&node, HEALTH, "/readyz").is_some_and(|(code, _)| code == 200)
+    });
+    assert_eq!(daemon.log().matches("can't listen").count(), 1);
+    assert_eq!(get(&node, METRICS, "/metrics"), None, "switched off");
+}

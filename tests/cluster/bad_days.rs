@@ -51,6 +51,7 @@ fn the_kernel_stays_and_recovers_by_itself() {
             Mode::Refuse,
             Mode::Status(500),
             Mode::Status(429),
+            Mode::Status(410),
             Mode::Status(401),
         ]
         .into_iter()

@@ -102,6 +102,8 @@ fn the_daemon_tells_how_it_is() {
         let told = metric(&node, &format!("ipvs_proxy_set_entries{{set=\"{set}\"}}"));
         assert_eq!(told, entries(&node, set), "{set}");
         assert!(told > 0.0, "{set}");
+        let most = format!("ipvs_proxy_set_max_entries{{set=\"{set}\"}}");
+        assert_eq!(metric(&node, &most), 65536.0, "{set}");
     }
 
     // What it finds after a restart is counted, too.

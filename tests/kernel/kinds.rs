@@ -4,10 +4,12 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
-use tests::daemon::{Daemon, Manifests, service, slice, wait_until};
+use tests::daemon::{Daemon, Manifests, service, wait_until};
 use tests::netns::Namespace;
-use tests::topology::{Topology, pod_addresses};
+use tests::topology::Topology;
 use tests::traffic::{Server, http_get};
+
+use crate::scene::{self, CLUSTER_CIDR, NODE_PORT, PORT, TARGET, ready, slices};
 
 mod addresses;
 mod drains;
@@ -17,12 +19,6 @@ mod udp;
 
 /// ClusterIPs of the Service `web`.
 const WEB: [&str; 2] = ["10.96.0.10", "fd96::10"];
-const PORT: u16 = 80;
-const NODE_PORT: u16 = 30080;
-/// The port of the pods' servers.
-const TARGET: u16 = 8080;
-/// The pods' networks, as the topology has them.
-const CLUSTER_CIDR: &str = "--cluster-cidr=10.0.0.0/24,fd00:10::/64";
 
 struct Scene {
     // First, so that it is gone before what it works on.
@@ -75,24 +71,12 @@ impl Scene {
     fn endpoints(&self, pods: &[u8]) {
         let ports = [("tcp", "TCP", TARGET), ("udp", "UDP", TARGET)];
         self.manifests
-            .write("web-slices.yaml", &slices("web", &ports, pods));
+            .write("web-slices.yaml", &slices("web", &ports, &ready(pods)));
     }
 
     /// The real servers of a virtual server as pod and weight, by `ipvsadm`; `None` when there is no such virtual server.
     fn servers(&self, protocol: &str, vip: SocketAddr) -> Option<BTreeMap<u8, u32>> {
-        let saved = self.topology.node().tool("ipvsadm -Sn");
-        let vip = vip.to_string();
-        let lines = saved
-            .lines()
-            .map(|line| line.split_whitespace().collect::<Vec<_>>());
-        let mut found = None;
-        for words in lines.filter(|words| words.get(1..3) == Some(&[protocol, vip.as_str()])) {
-            let servers: &mut BTreeMap<u8, u32> = found.get_or_insert_default();
-            if words[0] == "-a" {
-                servers.insert(pod_of(words[4]), words[7].parse().unwrap());
-            }
-        }
-        found
+        scene::servers(self.topology.node(), protocol, vip)
     }
 
     fn await_servers(&self, protocol: &str, vip: SocketAddr, wanted: &[(u8, u32)]) {
@@ -126,12 +110,7 @@ impl Scene {
 
     /// Who asks: a pod (the one with that number), the node, the machine outside.
     fn clients(&self, pod: u8) -> [(&'static str, &Namespace); 3] {
-        let topology = &self.topology;
-        [
-            ("pod", topology.pod(pod)),
-            ("node", topology.node()),
-            ("outside", topology.outside()),
-        ]
+        scene::clients(&self.topology, pod)
     }
 }
 
@@ -147,24 +126,4 @@ fn web(more: &str) -> String {
         ("udp", "UDP", PORT, NODE_PORT),
     ];
     service("web", &WEB, &ports) + more
-}
-
-/// A slice for each family.
-fn slices(service: &str, ports: &[(&str, &str, u16)], pods: &[u8]) -> String {
-    let family = |index: usize| {
-        let endpoints: Vec<_> = pods
-            .iter()
-            .map(|pod| (pod_addresses(*pod)[index], true, "node"))
-            .collect();
-        slice(&format!("{service}-{index}"), service, ports, &endpoints)
-    };
-    family(0) + &family(1)
-}
-
-/// The pod at an address and port.
-fn pod_of(text: &str) -> u8 {
-    let address = text.parse::<SocketAddr>().unwrap().ip();
-    (0..200)
-        .find(|pod| pod_addresses(*pod).contains(&address))
-        .unwrap()
 }

@@ -24,6 +24,7 @@ mod kinds;
 mod order;
 mod reports;
 mod rules;
+mod scene;
 mod state;
 mod topology;
 mod traffic;

@@ -22,12 +22,14 @@
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 
-use tests::daemon::{Daemon, Manifests, service, slice, wait_until};
+use tests::daemon::{Daemon, Manifests, service, wait_until};
 use tests::foreign;
 use tests::netns::Namespace;
 use tests::tap::Tap;
-use tests::topology::{NODE, Topology, pod_addresses};
+use tests::topology::{NODE, Topology};
 use tests::traffic::{Server, http_get};
+
+use crate::scene::{self, CLUSTER_CIDR, NODE_PORT, PORT, Stop, TARGET, ready};
 
 mod servers;
 mod sets;
@@ -35,10 +37,6 @@ mod sockets;
 mod start;
 
 const WEB: [&str; 2] = ["10.96.0.20", "fd96::20"];
-const PORT: u16 = 80;
-const NODE_PORT: u16 = 30080;
-const TARGET: u16 = 8080;
-const CLUSTER_CIDR: &str = "--cluster-cidr=10.0.0.0/24,fd00:10::/64";
 
 /// A node beside things of other software, with pods that all serve, and a daemon.
 struct Scene {
@@ -103,9 +101,8 @@ impl Scene {
     }
 
     fn endpoints(&self, pods: &[u8]) {
-        let endpoints: Vec<(u8, bool)> = pods.iter().map(|pod| (*pod, true)).collect();
         self.manifests
-            .write("slices.yaml", &slices("web", TARGET, &endpoints));
+            .write("slices.yaml", &slices("web", TARGET, &ready(pods)));
     }
 
     fn answers(&self, to: &str) -> String {
@@ -129,19 +126,7 @@ fn web(more: &str) -> String {
 
 /// A slice for each family, with pods that are ready or not.
 fn slices(of: &str, target: u16, endpoints: &[(u8, bool)]) -> String {
-    let family = |index: usize| {
-        let endpoints: Vec<_> = endpoints
-            .iter()
-            .map(|(pod, ready)| (pod_addresses(*pod)[index], *ready, "node"))
-            .collect();
-        slice(
-            &format!("{of}-{index}"),
-            of,
-            &[("", "TCP", target)],
-            &endpoints,
-        )
-    };
-    family(0) + &family(1)
+    scene::slices(of, &[("", "TCP", target)], endpoints)
 }
 
 fn writes(tap: &Tap) -> Vec<String> {
@@ -174,13 +159,4 @@ fn audits(tap: &Tap, times: usize) -> Vec<String> {
         seen > times
     });
     written
-}
-
-/// Ends a load also when what goes on beside it panics.
-struct Stop<'a>(&'a std::sync::atomic::AtomicBool);
-
-impl Drop for Stop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, std::sync::atomic::Ordering::SeqCst);
-    }
 }

@@ -3,12 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use tests::daemon::{Daemon, Manifests, service, slice, wait_until};
+use tests::daemon::{Daemon, Manifests, service, wait_until};
 use tests::netns::Namespace;
-use tests::topology::{NODE, Topology, pod_addresses};
+use tests::topology::{NODE, Topology};
 use tests::traffic::{Answer, Error, Server, http_get, udp_ask};
+
+use crate::scene::{self, CLUSTER_CIDR, NODE_PORT, PORT, Stop, TARGET, pod_of, ready, slices};
 
 mod drain;
 mod host;
@@ -19,14 +20,6 @@ mod schedulers;
 
 /// ClusterIPs of the Service `web`.
 const WEB: [&str; 2] = ["10.96.0.10", "fd96::10"];
-/// The port of `web`, TCP and UDP.
-const PORT: u16 = 80;
-/// Its node port.
-const NODE_PORT: u16 = 30080;
-/// The port of the pods' servers.
-const TARGET: u16 = 8080;
-/// The pods' networks, as the topology has them.
-const CLUSTER_CIDR: &str = "--cluster-cidr=10.0.0.0/24,fd00:10::/64";
 
 /// A running daemon on a node with pods that all serve.
 struct Scene {
@@ -80,9 +73,8 @@ impl Scene {
 
     /// Makes these pods the ready endpoints of `web`, without waiting.
     fn write_endpoints(&self, pods: &[u8]) {
-        let endpoints: Vec<(u8, bool)> = pods.iter().map(|pod| (*pod, true)).collect();
         self.manifests
-            .write("web-slices.yaml", &web_slices(&endpoints));
+            .write("web-slices.yaml", &web_slices(&ready(pods)));
     }
 
     /// Makes these pods the ready endpoints of `web`, and waits until the kernel has them.
@@ -101,19 +93,7 @@ impl Scene {
     /// The real servers of a virtual server as pod and weight, by `ipvsadm`; `None` when there is
     /// no such virtual server.
     fn servers(&self, protocol: &str, vip: SocketAddr) -> Option<BTreeMap<u8, u32>> {
-        let saved = self.topology.node().tool("ipvsadm -Sn");
-        let vip = vip.to_string();
-        let lines = saved
-            .lines()
-            .map(|line| line.split_whitespace().collect::<Vec<_>>());
-        let mut found = None;
-        for words in lines.filter(|words| words.get(1..3) == Some(&[protocol, vip.as_str()])) {
-            let servers: &mut BTreeMap<u8, u32> = found.get_or_insert_default();
-            if words[0] == "-a" {
-                servers.insert(pod_of(words[4]), words[7].parse().unwrap());
-            }
-        }
-        found
+        scene::servers(self.topology.node(), protocol, vip)
     }
 
     fn await_servers(
@@ -150,12 +130,7 @@ impl Scene {
 
     /// Who asks: a pod (the one with that number), the node, the machine outside.
     fn clients(&self, pod: u8) -> [(&'static str, &Namespace); 3] {
-        let topology = &self.topology;
-        [
-            ("pod", topology.pod(pod)),
-            ("node", topology.node()),
-            ("outside", topology.outside()),
-        ]
+        scene::clients(&self.topology, pod)
     }
 }
 
@@ -198,26 +173,6 @@ fn web_slices(endpoints: &[(u8, bool)]) -> String {
     )
 }
 
-/// A slice for each family.
-fn slices(service: &str, ports: &[(&str, &str, u16)], endpoints: &[(u8, bool)]) -> String {
-    let family = |index: usize| {
-        let endpoints: Vec<_> = endpoints
-            .iter()
-            .map(|(pod, ready)| (pod_addresses(*pod)[index], *ready, "node"))
-            .collect();
-        slice(&format!("{service}-{index}"), service, ports, &endpoints)
-    };
-    family(0) + &family(1)
-}
-
-/// The pod at an address and port.
-fn pod_of(text: &str) -> u8 {
-    let address = text.parse::<SocketAddr>().unwrap().ip();
-    (0..200)
-        .find(|pod| pod_addresses(*pod).contains(&address))
-        .unwrap()
-}
-
 /// How often each name came.
 fn tally(names: impl IntoIterator<Item = String>) -> BTreeMap<String, u32> {
     let mut counts = BTreeMap::new();
@@ -225,13 +180,4 @@ fn tally(names: impl IntoIterator<Item = String>) -> BTreeMap<String, u32> {
         *counts.entry(name).or_default() += 1;
     }
     counts
-}
-
-/// Ends loads also when what goes on beside them panics.
-struct Stop<'a>(&'a AtomicBool);
-
-impl Drop for Stop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::SeqCst);
-    }
 }

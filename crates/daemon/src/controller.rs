@@ -6,11 +6,11 @@
 //!
 //! The audit reads the kernel in parts, and takes news in between two of them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::op::{Dataplane, Op, Outcome, ReadError, Reading};
@@ -52,16 +52,8 @@ pub enum Event {
 pub enum Objects {
     /// Manifests, read by the loop itself.
     Manifests(Box<Source>),
-    /// The API server, followed by a thread of its own.
-    Api(Api),
-}
-
-/// What of the API server is known.
-#[derive(Debug, Default)]
-pub struct Api {
-    listed: BTreeSet<Kind>,
-    /// Since when a kind can't be followed, and why.
-    failing: BTreeMap<Kind, (SystemTime, String)>,
+    /// The API server, followed by a thread of its own: what of it was listed.
+    Api(BTreeSet<Kind>),
 }
 
 impl Objects {
@@ -69,8 +61,8 @@ impl Objects {
     fn is_complete(&self) -> bool {
         match self {
             Objects::Manifests(source) => source.is_complete(),
-            Objects::Api(api) => {
-                api.listed.contains(&Kind::Services) && api.listed.contains(&Kind::EndpointSlices)
+            Objects::Api(listed) => {
+                listed.contains(&Kind::Services) && listed.contains(&Kind::EndpointSlices)
             }
         }
     }
@@ -264,31 +256,21 @@ impl<D: Dataplane> Controller<D> {
     }
 
     fn note_api(&mut self, event: ApiEvent) {
-        let Objects::Api(api) = &mut self.objects else {
-            return;
-        };
         match event {
             ApiEvent::News(news) => self.note_news(news),
             ApiEvent::Failed(kind, error) => {
                 let resource = kind.resource();
+                let before = self.settings.status.followed(kind, Err(&error));
                 // The same again each half minute would hide all else.
-                let since = api.failing.get(&kind).filter(|(_, told)| *told == error);
-                if since.is_none() {
+                if before.is_none_or(|(_, told)| told != error) {
                     error!(resource, %error, "the API server can't be followed; what the kernel holds stays");
                 }
-                let since = api.failing.get(&kind).map(|(since, _)| *since);
-                let since = since.unwrap_or_else(SystemTime::now);
-                self.settings.status.followed(kind, Err(&error));
-                api.failing.insert(kind, (since, error));
             }
             ApiEvent::Followed(kind) => {
-                self.settings.status.followed(kind, Ok(()));
-                if let Some((since, _)) = api.failing.remove(&kind) {
-                    let after_s = since.elapsed().unwrap_or_default().as_secs();
-                    info!(
-                        resource = kind.resource(),
-                        after_s, "the API server is followed again"
-                    );
+                let resource = kind.resource();
+                if let Some((since, _)) = self.settings.status.followed(kind, Ok(())) {
+                    let after_s = since.at.elapsed().as_secs();
+                    info!(resource, after_s, "the API server is followed again");
                 }
             }
         }
@@ -308,8 +290,8 @@ impl<D: Dataplane> Controller<D> {
         news.changes
             .into_iter()
             .for_each(|change| self.planner.apply(change));
-        if let (Objects::Api(api), Some(kind)) = (&mut self.objects, news.listed) {
-            let first = api.listed.insert(kind);
+        if let (Objects::Api(listed), Some(kind)) = (&mut self.objects, news.listed) {
+            let first = listed.insert(kind);
             self.settings.status.listed(kind);
             if first && kind != Kind::Node && self.objects.is_complete() {
                 info!("Services and EndpointSlices are listed");

@@ -11,7 +11,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use ipset_rs::SetType;
+use ipset_rs::{SetName, SetType};
 use ipvs_netlink::VirtualServerKey;
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::op::{FailureKind, Op, Outcome};
@@ -33,8 +33,8 @@ type Float = Gauge<f64, AtomicU64>;
 type Histograms = Labelled<Labels<1>, Histogram>;
 type OfSet = Labelled<[(&'static str, String); 1], Gauge>;
 
-/// Most entries of a set, as this proxy makes it and by the kernel's default.
-const MAX_ENTRIES: i64 = 65_536;
+/// Ports of a bitmap of ports, which has no other limit.
+const PORTS: u32 = 65_536;
 
 /// All metrics of the process.
 #[derive(Debug)]
@@ -62,6 +62,7 @@ pub struct Metrics {
     pub(crate) sysctls: Gauge,
     pub(crate) read_failures: Counter,
     drift: Counters<1>,
+    set_max_entries: OfSet,
     set_entries: OfSet,
     virtual_servers: Gauges<1>,
     real_servers: Gauges<1>,
@@ -185,21 +186,13 @@ impl Metrics {
         build
             .get_or_create(&[("version", env!("CARGO_PKG_VERSION"))])
             .set(1);
-        let most = add(
+        let set_max_entries = add(
             r,
             "set_max_entries",
-            "The most entries that an ipset takes",
+            "The most entries that an ipset takes before it is given more room",
             OfSet::default(),
         );
         let set_entries = add(r, "set_entries", "Entries of an ipset", OfSet::default());
-        for set in families.iter().flat_map(|family| Set::all(*family)) {
-            let name = [("set", set.name().to_string())];
-            most.get_or_create(&name).set(match set.kind() {
-                SetType::BitmapPort => 65_536,
-                _ => MAX_ENTRIES,
-            });
-            drop(set_entries.get_or_create(&name));
-        }
         let metrics = Metrics {
             ops: add(
                 r,
@@ -294,6 +287,7 @@ impl Metrics {
             restore_failures,
             healthz,
             livez,
+            set_max_entries,
             set_entries,
             held: Mutex::default(),
         };
@@ -386,15 +380,6 @@ impl Metrics {
     /// Counts what an op that was done brought or took.
     fn count(&self, op: &Op) {
         match (op, op.key()) {
-            (Op::Update(..), Key::Set(set)) | (Op::Add(..), Key::Set(set)) => {
-                self.entries(set).set(0);
-            }
-            (Op::Add(..), Key::Entry(set, _)) => {
-                self.entries(set).inc();
-            }
-            (Op::Remove(_), Key::Entry(set, _)) => {
-                self.entries(set).dec();
-            }
             (Op::Add(..), Key::VirtualServer(vs)) if self.held().insert(vs, 0).is_none() => {
                 self.virtual_servers
                     .get_or_create(&by_family(vs.family()))
@@ -429,20 +414,15 @@ impl Metrics {
 
     /// Counts anew what the kernel holds, after all of it was read.
     pub fn recount(&self, state: &State) {
-        let (mut servers, mut sets) = (BTreeMap::<_, u32>::new(), BTreeMap::<Set, i64>::new());
+        let mut servers = BTreeMap::<_, u32>::new();
         for key in state.keys() {
             match key {
-                Key::Entry(set, _) => *sets.entry(*set).or_default() += 1,
                 Key::VirtualServer(vs) => *servers.entry(*vs).or_default() += 0,
                 Key::RealServer(vs, _) => *servers.entry(*vs).or_default() += 1,
                 _ => {}
             }
         }
         for family in &self.families {
-            for set in Set::all(*family) {
-                self.entries(set)
-                    .set(sets.get(&set).copied().unwrap_or_default());
-            }
             let of_family = || servers.iter().filter(|(vs, _)| vs.family() == *family);
             let label = by_family(*family);
             let number = i64::try_from(of_family().count()).unwrap_or(i64::MAX);
@@ -453,9 +433,21 @@ impl Metrics {
         *self.held() = servers;
     }
 
-    fn entries(&self, set: Set) -> Gauge {
-        self.set_entries
-            .get_or_create_owned(&[("set", set.name().to_string())])
+    /// How full the sets of ours among these are.
+    pub(crate) fn sets(&self, sets: &[ipset_rs::Set]) {
+        let ours = self.families.iter().flat_map(|family| Set::all(*family));
+        let ours: BTreeSet<SetName> = ours.map(Set::name).collect();
+        for set in sets.iter().filter(|set| ours.contains(&set.name)) {
+            let name = [("set", set.name.to_string())];
+            let most = match set.kind {
+                Some(SetType::BitmapPort) => PORTS,
+                _ => set.max_elements,
+            };
+            self.set_max_entries.get_or_create(&name).set(most.into());
+            if let Some(entries) = set.entries {
+                self.set_entries.get_or_create(&name).set(entries.into());
+            }
+        }
     }
 
     fn held(&self) -> std::sync::MutexGuard<'_, BTreeMap<VirtualServerKey, u32>> {

@@ -1,5 +1,6 @@
 //! `run`: sets the process up and hands over to the [`Controller`].
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -23,7 +24,7 @@ use tracing::{error, info, warn};
 use crate::api::{self, Access};
 use crate::cli::Run;
 use crate::config::{self, Loaded, Objects, Settings};
-use crate::controller::{self, Api, Controller, Event};
+use crate::controller::{self, Controller, Event};
 use crate::drains::Drains;
 use crate::events::{self, Finding};
 use crate::init;
@@ -101,7 +102,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
             findings = Some(found);
             let events = (to_report, Arc::clone(&status));
             follow(runtime, access, node_name.clone(), sender.clone(), events)?;
-            controller::Objects::Api(Api::default())
+            controller::Objects::Api(BTreeSet::new())
         }
     };
     if let Some(node) = node {

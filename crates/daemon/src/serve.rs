@@ -5,8 +5,8 @@
 //! | metrics, 127.0.0.1:10249 | `/metrics`, `/healthz` (ok), `/proxyMode`, `/configz` |
 //! | health, 0.0.0.0:10256 | `/healthz`, `/livez`, `/readyz`, each with `?verbose` |
 //!
-//! A thread of its own answers, from what the loop notes in [`Status`]: an answer never waits for
-//! the loop, nor the loop for an answer.
+//! A thread of its own answers, from what the loop notes in [`Status`] and, of how full the sets are, from
+//! the kernel: an answer never waits for the loop, nor the loop for an answer.
 
 mod health;
 
@@ -172,14 +172,16 @@ impl Status {
         listed.get_or_insert_with(SystemTime::now);
     }
 
-    /// A kind can't be followed, or can again.
-    pub fn followed(&self, kind: Kind, result: Result<(), &str>) {
+    /// A kind can't be followed, or can; since when it could not until now, and why.
+    pub fn followed(&self, kind: Kind, result: Result<(), &str>) -> Option<(Moment, String)> {
         let mut health = self.health();
         let failing = &mut health.api.entry(kind).or_default().failing;
-        let since = failing.take().map(|(since, _)| since);
+        let before = failing.take();
+        let since = before.as_ref().map(|(since, _)| *since);
         *failing = result
             .err()
             .map(|why| (since.unwrap_or_else(Moment::now), why.to_owned()));
+        before
     }
 
     fn triggers(&self) -> MutexGuard<'_, Vec<(Family, SystemTime)>> {
@@ -199,6 +201,11 @@ impl Status {
             self.metrics.api_failing.get_or_create(&label).set(fails);
             let up = failing.is_none() && followed.listed.is_some();
             self.metrics.api_up.get_or_create(&label).set(up.into());
+        }
+        // The kernel knows best, and this costs it less than counting along would cost us.
+        let sets = ipset_rs::Client::open().and_then(|mut ipset| ipset.list_headers());
+        if let Ok(sets) = sets {
+            self.metrics.sets(&sets);
         }
         self.metrics.text()
     }

@@ -13,7 +13,7 @@ use nix::sys::time::{TimeVal, TimeValLike};
 use tests::daemon::{service, wait_until};
 use tests::topology::{NODE, pod_addresses};
 
-use super::{Scene, slices};
+use super::{Scene, ready, slices};
 
 const VIPS: [&str; 2] = ["10.96.0.20", "fd96::20"];
 const SERVICE_PORT: u16 = 132;
@@ -89,7 +89,7 @@ fn an_sctp_service_is_served_by_cluster_ip_and_node_port() {
     let targets = [("sctp", "SCTP", SCTP_TARGET)];
     scene
         .manifests
-        .write("app-slices.yaml", &slices("app", &targets, &[0, 1]));
+        .write("app-slices.yaml", &slices("app", &targets, &ready(&[0, 1])));
     scene.launch(&[]);
     scene.daemon.as_mut().unwrap().settle();
 
@@ -134,7 +134,7 @@ fn an_sctp_service_is_served_by_cluster_ip_and_node_port() {
     // It drains as TCP does, and leaves when no association is left.
     scene
         .manifests
-        .write("app-slices.yaml", &slices("app", &targets, &[1]));
+        .write("app-slices.yaml", &slices("app", &targets, &ready(&[1])));
     for to in cluster_ips.into_iter().chain(node_ports) {
         wait_until(&format!("pod0 takes no new association of {to}"), || {
             scene

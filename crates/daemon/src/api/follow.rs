@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::error::Error as _;
 use std::sync::mpsc::SyncSender;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use futures::StreamExt as _;
 use ipvs_proxy_core::model::ObjectName;
@@ -25,12 +25,14 @@ const SELECTOR: &str = "!service.kubernetes.io/service-proxy-name,!service.kuber
 const PAGE: u32 = 500;
 /// How long one watch lasts, in seconds; the next goes on where it ended.
 const WATCH_S: u32 = 290;
+/// A watch that lasted less than this was hardly one.
+const SHORT: Duration = Duration::from_secs(1);
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// Objects that are told together.
 const TOGETHER: usize = 256;
-/// How often a failing client is made anew, if its files changed.
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
+/// How often the files behind a client are looked at.
+const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
 /// Follows until nobody listens any more. Never returns before.
 pub async fn follow(access: &Access, node_name: &str, sender: &SyncSender<Event>) {
@@ -99,17 +101,16 @@ enum Ended {
 enum Stop {
     Nobody,
     Failed(kube::Error),
-    /// The server no longer has what came after the last answer (410).
-    Expired,
 }
 
 impl From<kube::Error> for Stop {
     fn from(error: kube::Error) -> Stop {
-        match &error {
-            kube::Error::Api(status) if status.code == 410 => Stop::Expired,
-            _ => Stop::Failed(error),
-        }
+        Stop::Failed(error)
     }
+}
+
+fn is(error: &kube::Error, code: u16) -> bool {
+    matches!(error, kube::Error::Api(status) if status.code == code)
 }
 
 async fn follow_all(
@@ -155,26 +156,33 @@ impl Follower<'_> {
         let mut version = None;
         let mut failures = 0;
         loop {
+            let started = Instant::now();
             let error = match self.once(&api, known, &mut version, &mut failures).await {
-                Ok(()) => continue,
-                Err(Stop::Nobody) => return Ended::Nobody,
-                Err(Stop::Expired) => {
-                    version = None;
+                Ok(()) => {
+                    // A server that ends each watch at once is not asked as fast as it answers.
+                    if started.elapsed() < SHORT {
+                        tokio::time::sleep(FIRST_PAUSE).await;
+                    }
                     continue;
                 }
+                Err(Stop::Nobody) => return Ended::Nobody,
                 Err(Stop::Failed(error)) => error,
             };
             let pause = pause(failures, &error);
-            failures += 1;
-            let unknown = matches!(&error, kube::Error::Api(status) if status.code == 401);
-            if self
-                .tell(ApiEvent::Failed(K::KIND, self.say::<K>(&error)))
-                .is_err()
-            {
-                return Ended::Nobody;
+            // The server no longer has what came after the last answer: that happens, once.
+            let expired = is(&error, 410);
+            if expired {
+                version = None;
             }
+            if !(expired && failures == 0) {
+                let failed = ApiEvent::Failed(K::KIND, self.say(&error));
+                if self.tell(failed).is_err() {
+                    return Ended::Nobody;
+                }
+            }
+            failures += 1;
             tokio::time::sleep(pause).await;
-            if unknown {
+            if is(&error, 401) {
                 return Ended::Unknown;
             }
         }
@@ -311,7 +319,7 @@ impl Follower<'_> {
     }
 
     /// The error in one line: verb and resource, and what is behind it.
-    fn say<K: Followed>(&self, error: &kube::Error) -> String {
+    fn say(&self, error: &kube::Error) -> String {
         if let kube::Error::Api(status) = error {
             return format!("{} ({})", status.message, status.code);
         }

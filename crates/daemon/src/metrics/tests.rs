@@ -1,10 +1,10 @@
 use std::time::{Duration, SystemTime};
 
-use ipset_rs::Entry;
+use ipset_rs::SetType;
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_core::model::{Change, ObjectName};
 use ipvs_proxy_core::op::{Failure, FailureKind, Op, Outcome};
-use ipvs_proxy_core::state::{Key, Role, Set, State, Value};
+use ipvs_proxy_core::state::{Key, State, Value};
 use ipvs_proxy_netlink::{Family, Protocol};
 
 use super::Metrics;
@@ -30,18 +30,6 @@ fn real(port: u16) -> RealServerKey {
         address: [10, 0, 0, 2].into(),
         port,
     }
-}
-
-const SERVING: Set = Set {
-    family: Family::V4,
-    role: Role::Serving,
-};
-
-fn entry(port: u16) -> Key {
-    Key::Entry(
-        SERVING,
-        Entry::IpPort([10, 96, 0, 10].into(), Protocol::Tcp, port),
-    )
 }
 
 /// As a scraper of the text format 0.0.4 reads it: every sample belongs to the family whose HELP
@@ -178,7 +166,6 @@ fn things_are_counted_by_ops_and_by_readings_alike() {
         [
             "ipvs_proxy_virtual_servers{ip_family=\"IPv4\"}",
             "ipvs_proxy_real_servers{ip_family=\"IPv4\"}",
-            "ipvs_proxy_set_entries{set=\"KUBE-IPVS-SERVING\"}",
         ]
         .map(|name| value(&text, name).unwrap_or_else(|| panic!("no {name}")))
     };
@@ -189,16 +176,14 @@ fn things_are_counted_by_ops_and_by_readings_alike() {
         Key::RealServer(server(80), real(8081)),
         Key::VirtualServer(server(81)),
         Key::RealServer(server(81), real(8080)),
-        entry(80),
-        entry(81),
     ];
     for key in keys {
         metrics.op(&Op::Add(key, Value::Present), &Outcome::Done);
     }
-    assert_eq!(counted(&metrics), [2.0, 3.0, 2.0]);
+    assert_eq!(counted(&metrics), [2.0, 3.0]);
     let read = Metrics::new(&Family::ALL);
     read.recount(&keys.map(|key| (key, Value::Present)).into_iter().collect());
-    assert_eq!(counted(&read), [2.0, 3.0, 2.0]);
+    assert_eq!(counted(&read), [2.0, 3.0]);
 
     let failure = Failure {
         kind: FailureKind::Refused,
@@ -206,30 +191,16 @@ fn things_are_counted_by_ops_and_by_readings_alike() {
     };
     let removal = Op::Remove(Key::VirtualServer(server(80)));
     metrics.op(&removal, &Outcome::Failed(failure));
-    assert_eq!(
-        counted(&metrics),
-        [2.0, 3.0, 2.0],
-        "a failed op takes nothing"
-    );
+    assert_eq!(counted(&metrics), [2.0, 3.0], "a failed op takes nothing");
     // A virtual server takes its real servers with it.
     metrics.op(&removal, &Outcome::Done);
     metrics.op(
         &Op::Remove(Key::RealServer(server(81), real(8080))),
         &Outcome::Done,
     );
-    metrics.op(&Op::Remove(entry(80)), &Outcome::Done);
-    assert_eq!(counted(&metrics), [1.0, 0.0, 1.0]);
-    metrics.op(
-        &Op::Update(Key::Set(SERVING), Value::Present),
-        &Outcome::Done,
-    );
-    assert_eq!(
-        counted(&metrics),
-        [1.0, 0.0, 0.0],
-        "a set that was replaced is empty"
-    );
+    assert_eq!(counted(&metrics), [1.0, 0.0]);
     metrics.recount(&State::new());
-    assert_eq!(counted(&metrics), [0.0; 3]);
+    assert_eq!(counted(&metrics), [0.0; 2]);
 
     let text = metrics.text();
     let ops = |result: &str| {
@@ -237,4 +208,41 @@ fn things_are_counted_by_ops_and_by_readings_alike() {
         value(&text, &format!("ipvs_proxy_kernel_ops_total{{{labels}}}"))
     };
     assert_eq!((ops("refused"), ops("done")), (Some(1.0), Some(1.0)));
+}
+
+/// How full a set is, is told of ours alone, with the limit that it has now.
+#[test]
+fn sets_are_told_as_the_kernel_lists_them() {
+    let set = |name: &str, kind: SetType, most: u32, entries: u32| ipset_rs::Set {
+        name: name.parse().unwrap(),
+        type_name: String::new(),
+        family: None,
+        kind: Some(kind),
+        revision: 0,
+        hash_size: 0,
+        max_elements: most,
+        timeout_s: None,
+        counters: false,
+        skbinfo: false,
+        references: 0,
+        entries: Some(entries),
+    };
+    let metrics = Metrics::new(&Family::ALL);
+    metrics.sets(&[
+        set(
+            "KUBE-CLUSTER-IP",
+            SetType::HashIpPort(Family::V4),
+            131_072,
+            70_000,
+        ),
+        set("KUBE-NODE-PORT-TCP", SetType::BitmapPort, 0, 3),
+        set("OTHERS", SetType::BitmapPort, 0, 1),
+    ]);
+    let text = metrics.text();
+    let of =
+        |name: &str, set: &str| value(&text, &format!("ipvs_proxy_set_{name}{{set=\"{set}\"}}"));
+    assert_eq!(of("entries", "KUBE-CLUSTER-IP"), Some(70_000.0));
+    assert_eq!(of("max_entries", "KUBE-CLUSTER-IP"), Some(131_072.0));
+    assert_eq!(of("max_entries", "KUBE-NODE-PORT-TCP"), Some(65_536.0));
+    assert_eq!(of("entries", "OTHERS"), None);
 }

@@ -547,7 +547,7 @@ impl<D: Dataplane> Controller<D> {
 
     fn audited(&mut self, read: &State, now: Instant) {
         self.audit_at = now + self.settings.sync_period;
-        let mut drift = self.planner.differing(read);
+        let drift = self.planner.differing(read);
         if drift.is_empty() {
             self.reported.clear();
             return;
@@ -559,8 +559,7 @@ impl<D: Dataplane> Controller<D> {
                 return;
             }
         };
-        let also = self.planner.differing(&again);
-        drift.retain(|key| also.contains(key));
+        let drift = self.planner.differing_again(drift, &again);
         let found = findings::of_drift(&drift, &again, &self.planner, &mut self.kernel);
         findings::tell(&found, &self.reported, &self.planner);
         let metrics = &self.settings.status.metrics;

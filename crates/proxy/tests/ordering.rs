@@ -709,6 +709,53 @@ fn row_21_tables_emptied_between_two_unrelated_events() {
 }
 
 #[test]
+fn row_21_what_goes_while_the_kernel_is_read_comes_back_with_what_it_rests_on() {
+    let three: Vec<Change> = many(1, 3);
+    let grounds: [fn(&Key) -> Option<bool>; 3] = [
+        |key| match key {
+            Key::VirtualServer(_) => Some(true),
+            Key::RealServer(..) => Some(false),
+            _ => None,
+        },
+        |key| match key {
+            Key::Link => Some(true),
+            Key::Address(_) => Some(false),
+            _ => None,
+        },
+        |key| match key {
+            Key::Set(_) => Some(true),
+            Key::Entry(..) => Some(false),
+            _ => None,
+        },
+    ];
+    for is_ground in grounds {
+        let mut world = World::of(three.clone());
+        world.guarded = false;
+        let before = world.kernel.state.len();
+        // The first reading meets the grounds before they go, and nothing on them after.
+        world
+            .kernel
+            .state
+            .retain(|key, _| is_ground(key) != Some(false));
+        world.planner.begin_reading();
+        let first = world.kernel.state.clone();
+        let drift = world.planner.differing(&first);
+        world.kernel.state.retain(|key, _| is_ground(key).is_none());
+        let lost = before - world.kernel.state.len();
+        let second = world.kernel.state.clone();
+        let drift = world.planner.differing_again(drift, &second);
+        world.planner.adopt(&drift, &second, world.now);
+        let written = world.settle().len();
+        assert_eq!(written, drift.len());
+        // Empty sets showed no loss in the first reading.
+        world.audit();
+        assert_eq!(written + world.settle().len(), lost);
+        assert_eq!(world.failed, 0);
+        world.at_rest();
+    }
+}
+
+#[test]
 fn row_22_an_op_that_fails_holds_nobody_else_up() {
     let (before, events) = (many(1, 3), {
         let mut events = many(3, 7);

@@ -88,6 +88,22 @@ impl Planner {
             .collect()
     }
 
+    /// Of the keys at which a reading differed, those at which the next one does too. Where that one
+    /// lacks something, what it rests on is missed with it: it may have gone while the first
+    /// reading was made, which then shows it, but no longer what rested on it.
+    #[must_use]
+    pub fn differing_again(&self, mut drift: BTreeSet<Key>, again: &State) -> BTreeSet<Key> {
+        let also = self.differing(again);
+        drift.retain(|key| also.contains(key));
+        let grounds: Vec<Key> = drift
+            .iter()
+            .filter_map(ground)
+            .filter(|key| also.contains(key) && !again.contains_key(key))
+            .collect();
+        drift.extend(grounds);
+        drift
+    }
+
     /// Whether a reading can't tell of a virtual server, or of its real server, because what it is
     /// known by is gone: an entry of a set, or the address. That is put right first.
     fn is_hidden(&self, key: &Key, read: &State) -> bool {
@@ -160,5 +176,15 @@ impl Planner {
     #[must_use]
     pub fn in_doubt(&self) -> bool {
         self.doubt
+    }
+}
+
+/// What goes out of the kernel together with its ground.
+fn ground(key: &Key) -> Option<Key> {
+    match key {
+        Key::RealServer(vs, _) => Some(Key::VirtualServer(*vs)),
+        Key::Address(_) => Some(Key::Link),
+        Key::Entry(set, _) => Some(Key::Set(*set)),
+        Key::Set(_) | Key::Rules(_) | Key::Link | Key::VirtualServer(_) => None,
     }
 }

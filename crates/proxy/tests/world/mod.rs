@@ -337,10 +337,9 @@ impl World {
     pub(crate) fn audit(&mut self) {
         self.planner.begin_reading();
         let read = self.read().unwrap();
-        let mut drift = self.planner.differing(&read);
+        let drift = self.planner.differing(&read);
         let again = self.read().unwrap();
-        let also = self.planner.differing(&again);
-        drift.retain(|key| also.contains(key));
+        let drift = self.planner.differing_again(drift, &again);
         self.planner.adopt(&drift, &again, self.now);
     }
 

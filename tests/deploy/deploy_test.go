@@ -1,4 +1,4 @@
-// Package deploy checks what is in deploy/ and tests/kind: it builds the kustomizations, renders the chart, and decodes every
+// Package deploy checks what is in deploy/ and tests/e2e: it builds the kustomizations, renders the chart, and decodes every
 // object strictly into Kubernetes' own types, so that a field that does not exist, or stands in the wrong place, shows.
 package deploy
 
@@ -136,7 +136,7 @@ func TestAllWaysAreOneDaemon(t *testing.T) {
 	plain := kustomize(t, "deploy/kubernetes")
 	ways := map[string]manifests{
 		"kubeadm": kustomize(t, "deploy/kubeadm"),
-		"kind":    kustomize(t, "tests/kind"),
+		"e2e":     kustomize(t, "tests/e2e/deploy"),
 		"helm":    rendered(t, map[string]any{"apiServer": "https://192.0.2.1:6443"}),
 	}
 	pod := func(m manifests) core.PodSpec {
@@ -221,7 +221,7 @@ func TestConfigurations(t *testing.T) {
 	}
 	for name, m := range map[string]manifests{
 		"deploy/kubernetes": kustomize(t, "deploy/kubernetes"),
-		"tests/kind":        kustomize(t, "tests/kind"),
+		"tests/e2e":         kustomize(t, "tests/e2e/deploy"),
 		"helm":              rendered(t, more),
 	} {
 		var configuration proxyconfig.KubeProxyConfiguration
@@ -270,7 +270,7 @@ func TestChart(t *testing.T) {
 
 // As kind itself reads it; what it takes for kubeProxyMode is in its internal package config.
 func TestKindCluster(t *testing.T) {
-	text, err := os.ReadFile(root + "/tests/kind/cluster.yaml")
+	text, err := os.ReadFile(root + "/tests/e2e/kind.yaml")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -284,7 +284,7 @@ func TestKindCluster(t *testing.T) {
 		t.Errorf("kind reads it as %+v", cluster)
 	}
 	// The kubeconfig names the control plane's node.
-	data := kustomize(t, "tests/kind").configMap.Data
+	data := kustomize(t, "tests/e2e/deploy").configMap.Data
 	if !strings.Contains(data["kubeconfig.conf"], "//"+cluster.Name+"-control-plane:6443") {
 		t.Errorf("kubeconfig.conf does not name %s-control-plane", cluster.Name)
 	}

@@ -1,8 +1,10 @@
 //! The control plane and the node that all tests share.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use serde_json::{Value, json};
+use tests::daemon::wait_up_to;
 
 use crate::node::{ADDRESS, NAME, Node, pod_address};
 use crate::plane::Plane;
@@ -48,11 +50,12 @@ impl Cluster {
         self.node.clean();
         for kind in ["services", "endpointslices"] {
             let path = collection(kind);
-            for name in self.names(&path) {
-                if name != "kubernetes" {
-                    self.plane.request("DELETE", &format!("{path}/{name}"), "");
-                }
-            }
+            let others = format!("{path}?fieldSelector=metadata.name!=kubernetes");
+            // A server that is short of time ends the request in the middle.
+            wait_up_to(Duration::from_secs(300), "all objects are deleted", || {
+                self.plane.try_request("DELETE", &others, "");
+                self.names(&path).iter().all(|name| name == "kubernetes")
+            });
         }
     }
 

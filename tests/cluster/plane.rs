@@ -76,7 +76,8 @@ impl Plane {
             .open(self.folder.join("apiserver.log"))
             .unwrap();
         let key = self.folder.join("sa.key");
-        let api = Command::new(self.programs.join("kube-apiserver"))
+        let program = std::env::var_os("KUBE_APISERVER").unwrap_or("kube-apiserver".into());
+        let api = Command::new(self.programs.join(program))
             .args(["--etcd-servers", "http://127.0.0.1:2379"])
             .args(["--bind-address", HOST, "--advertise-address", HOST])
             .args([

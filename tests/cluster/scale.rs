@@ -7,7 +7,7 @@ use tests::daemon::wait_up_to;
 use crate::api::start;
 use crate::cluster::{Cluster, collection, service, slice, with};
 use crate::faults::Faults;
-use crate::node::pod_address;
+use crate::node::{NAME, pod_address};
 use crate::plane::HOST;
 
 /// 2,000 Services are there before the first start: the API server's own is served first.
@@ -40,49 +40,107 @@ fn the_api_server_comes_first_among_2000() {
     });
 }
 
-/// One endpoint changes: the time from the API server to the kernel is the same whatever else there is.
+/// One endpoint changes: the time from the API server to the kernel is the same whatever else there is. With `--long` the
+/// real kube-proxy in IPVS mode does the same in the same guest.
 #[test]
 fn the_time_of_a_change_does_not_grow_with_the_table() {
     let many = if tests::long() { 5_000 } else { 1_000 };
     with(|cluster| {
         let faults = Faults::start(&cluster.plane.authority());
         cluster.serve("web", "10.96.0.80", &[0]);
-        start(cluster, "");
-        fill(cluster, 0..10);
-        let few = measure(cluster, &faults);
-        fill(cluster, 10..many);
-        let more = measure(cluster, &faults);
-        println!(
-            "median of a change, from the request and from the answer, in µs: 10 Services {few:?}, {many} Services {more:?}"
-        );
+        let both = |cluster: &mut Cluster, services: usize| {
+            start(cluster, "");
+            wait_served(cluster, services);
+            let ours = measure(cluster, &faults, 21);
+            println!("{services} Services: {ours}");
+            let theirs = tests::long().then(|| {
+                cluster.node.clean();
+                let theirs = by_kube_proxy(cluster, &faults, services);
+                println!("{services} Services, kube-proxy: {theirs}");
+                theirs
+            });
+            (ours, theirs)
+        };
+        cluster.plane.create_all(&objects(0..10));
+        let (few, _) = both(cluster, 10);
+        if !tests::long() {
+            cluster.node.clean();
+        }
+        cluster.plane.create_all(&objects(10..many));
+        let (more, theirs) = both(cluster, many);
         assert!(
-            more.0 < few.0 * 3,
-            "{few:?} with 10 Services, {more:?} with {many}"
+            more.from_request < few.from_request * 3,
+            "{few} with 10 Services, {more} with {many}"
         );
+        if let Some(theirs) = theirs {
+            assert!(
+                more.from_answer * 20 < theirs.from_answer,
+                "{more}, kube-proxy: {theirs}"
+            );
+        }
     });
 }
 
-/// Makes Services of that many numbers, and waits until they are served.
-fn fill(cluster: &Cluster, numbers: std::ops::Range<usize>) {
-    let all = numbers.end;
-    cluster.plane.create_all(&objects(numbers));
+/// Starts kube-proxy, measures it, and removes what it leaves.
+fn by_kube_proxy(cluster: &Cluster, faults: &Faults, services: usize) -> Times {
     let node = &cluster.node;
-    wait_up_to(Duration::from_secs(240), "all are served", || {
+    let programs = std::env::var("UPSTREAM_PROGRAMS").unwrap();
+    let kube_proxy = format!("{programs}/kube-proxy");
+    let kubeconfig = cluster
+        .plane
+        .kubeconfig(&format!("https://{HOST}:6443"), "proxy-token");
+    node.write("/run/kubeconfig", &kubeconfig);
+    node.run(&format!(
+        "setsid {kube_proxy} --proxy-mode ipvs --kubeconfig /run/kubeconfig --hostname-override {NAME} \
+         --cluster-cidr 10.244.0.0/16 --conntrack-max-per-core 0 --conntrack-min 0 \
+         >/dev/null 2>/run/kube-proxy.log </dev/null &\necho $! > /run/kube-proxy.pid"
+    ));
+    wait_served(cluster, services);
+    let times = measure(cluster, faults, 5);
+    node.run(&format!(
+        "pid=$(cat /run/kube-proxy.pid); kill $pid; while kill -0 $pid 2>/dev/null; do sleep 0.1; done\n\
+         {kube_proxy} --cleanup 2>/dev/null"
+    ));
+    times
+}
+
+/// Waits until that many of [`objects`] are served, and the Service whose changes are measured.
+fn wait_served(cluster: &Cluster, services: usize) {
+    let node = &cluster.node;
+    wait_up_to(Duration::from_secs(900), "all are served", || {
         std::thread::sleep(Duration::from_millis(500));
-        let table = node.run("ipvsadm -Sn | grep -c '^-a -t 10.10'");
-        table.trim() == (all * 2).to_string()
+        let (_, table) = node
+            .try_run("ipvsadm -Sn | grep -cE '^-a -t 10.(10|96.0.80)'")
+            .expect("the guest answers");
+        table.trim() == (services * 2 + 1).to_string()
     });
 }
 
-/// The medians of changes of one endpoint: from the request, and from the answer.
-fn measure(cluster: &Cluster, faults: &Faults) -> (i64, i64) {
+/// Medians of the time of a change, in microseconds: from the request, and from the API server's answer.
+struct Times {
+    from_request: i64,
+    from_answer: i64,
+}
+
+impl std::fmt::Display for Times {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (request, answer) = (self.from_request, self.from_answer);
+        write!(
+            f,
+            "{request} µs from the request, {answer} µs from the answer"
+        )
+    }
+}
+
+/// Changes one endpoint that many times.
+fn measure(cluster: &Cluster, faults: &Faults, rounds: usize) -> Times {
     for pod in 0..2 {
         let body = slice("web", &[pod]).to_string();
         cluster.node.write(&format!("/run/pod{pod}.json"), &body);
     }
     let program = tests::daemon::binary().with_file_name("api-to-kernel");
     let output = cluster.node.run(&format!(
-        "{} {} {}/web 10.96.0.80:80 21 {}:8080=/run/pod1.json {}:8080=/run/pod0.json",
+        "{} {} {}/web 10.96.0.80:80 {rounds} {}:8080=/run/pod1.json {}:8080=/run/pod0.json",
         program.display(),
         faults.url().trim_start_matches("http://"),
         collection("endpointslices"),
@@ -95,7 +153,10 @@ fn measure(cluster: &Cluster, faults: &Faults) -> (i64, i64) {
         numbers.sort_unstable();
         numbers[numbers.len() / 2]
     };
-    (numbers(0), numbers(1))
+    Times {
+        from_request: numbers(0),
+        from_answer: numbers(1),
+    }
 }
 
 fn objects(numbers: std::ops::Range<usize>) -> Vec<(String, String)> {

@@ -55,7 +55,7 @@ fn main() -> Result<()> {
                 break;
             }
             ensure!(
-                started.elapsed() < Duration::from_secs(30),
+                started.elapsed() < Duration::from_secs(100),
                 "{pod} does not become the real server of {vip}"
             );
         }

@@ -2,6 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
 
 use tests::daemon::{Daemon, Manifests, service, slice, wait_until};
 use tests::netns::{Namespace, loopback_up};
@@ -145,4 +146,46 @@ fn a_taken_address_ends_the_daemon_only_if_it_should() {
     });
     assert_eq!(daemon.log().matches("can't listen").count(), 1);
     assert_eq!(get(&node, METRICS, "/metrics"), None, "switched off");
+}
+
+/// Clients that connect and say nothing neither keep probes out nor take the daemon's descriptors.
+#[test]
+fn silent_clients_keep_no_probe_out() {
+    let node = Namespace::new();
+    node.enter(loopback_up).unwrap();
+    let mut daemon = Daemon::start(
+        &node,
+        &Manifests::new(),
+        &["--healthz-bind-address", HEALTH],
+    );
+    daemon.settle();
+    let descriptors = || {
+        let folder = format!("/proc/{}/fd", daemon.pid());
+        std::fs::read_dir(folder).unwrap().count()
+    };
+    let before = descriptors();
+    let mut silent = Vec::new();
+    for address in [HEALTH, METRICS] {
+        let address: SocketAddr = address.parse().unwrap();
+        let connect = || TcpStream::connect(address).unwrap();
+        silent.extend(node.enter(|| (0..500).map(|_| connect()).collect::<Vec<_>>()));
+        let asked = Instant::now();
+        let path = if address.port() == 10256 {
+            "/livez"
+        } else {
+            "/healthz"
+        };
+        assert_eq!(get(&node, &address.to_string(), path).unwrap().0, 200);
+        assert!(
+            asked.elapsed() < Duration::from_secs(1),
+            "{:?}",
+            asked.elapsed()
+        );
+    }
+    let most = before + 2 * 64 + 2;
+    wait_until("no more than its limit stay open", || descriptors() <= most);
+    wait_until("those that stay silent are closed", || {
+        descriptors() <= before
+    });
+    drop(silent);
 }

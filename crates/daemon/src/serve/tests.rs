@@ -126,7 +126,13 @@ fn codes_by_state() {
 
     status.works();
     assert_eq!(server.codes(), [200, 200, 200], "the loop works");
-    status.health().busy = Some(ago(61));
+    status.health().busy = Some(ago(29));
+    assert_eq!(
+        server.codes(),
+        [200, 200, 200],
+        "at one thing, not too long"
+    );
+    status.health().busy = Some(ago(31));
     assert_eq!(server.codes(), [503, 503, 503], "the loop is stuck");
     status.waits();
     assert_eq!(server.codes(), [200, 200, 200], "the loop waits");

@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::{Arg, ArgMatches, Args, FromArgMatches, Parser, Subcommand, ValueEnum};
+use ipnet::IpNet;
 use ipvs_proxy_iptables::Choice;
 use serde_json::{Value, json};
 
@@ -188,9 +189,19 @@ pub struct Others {
     pub proxy_mode: Option<String>,
     #[arg(long, hide = true, value_parser = gate, value_name = "NAME=true,…", value_delimiter = ',')]
     pub feature_gates: Option<Vec<(String, bool)>>,
-    #[arg(long, hide = true, value_name = "NUMBER", allow_negative_numbers = true)]
+    #[arg(
+        long,
+        hide = true,
+        value_name = "NUMBER",
+        allow_negative_numbers = true
+    )]
     pub kube_api_qps: Option<f32>,
-    #[arg(long, hide = true, value_name = "NUMBER", allow_negative_numbers = true)]
+    #[arg(
+        long,
+        hide = true,
+        value_name = "NUMBER",
+        allow_negative_numbers = true
+    )]
     pub kube_api_burst: Option<i32>,
     #[arg(long, hide = true, value_name = "TYPE")]
     pub kube_api_content_type: Option<String>,
@@ -530,6 +541,9 @@ pub struct Cleanup {
     /// The iptables to use; auto: what the host already uses
     #[arg(long, value_name = "auto|nft|legacy", default_value = "auto", value_parser = backend)]
     pub iptables_backend: Choice,
+    /// Networks in which no virtual server is ever removed
+    #[arg(long, value_name = "CIDR,…", value_delimiter = ',')]
+    pub ipvs_exclude_cidrs: Vec<IpNet>,
 }
 
 /// The flags that shape the kernel's state, the same for `run` and `plan`. One that is not given

@@ -154,6 +154,49 @@ fn health(cluster: &Cluster) -> String {
     cluster.node.run(script).trim().to_owned()
 }
 
+/// A list of one Node says how many there are, by which Events are spread; and each request is counted, as client-go does.
+#[test]
+fn nodes_and_requests_are_counted() {
+    const MORE: usize = 20;
+    let nodes = "/api/v1/nodes";
+    with(|cluster| {
+        let node = |number| {
+            let name = format!("other-{number}");
+            json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+        };
+        (0..MORE).for_each(|number| drop(cluster.create(nodes, &node(number))));
+        start(cluster, "-v 4");
+        let counted = format!("nodes={}", MORE + 1);
+        tests::daemon::wait_until("the nodes are counted", || {
+            let log = cluster.node.log();
+            let line = log.lines().find(|line| line.contains("counted the nodes"));
+            line.is_some_and(|line| {
+                assert!(line.contains(&counted), "{line}");
+                true
+            })
+        });
+        (0..MORE).for_each(|number| cluster.delete(&format!("{nodes}/other-{number}")));
+
+        let metrics = || {
+            let text = cluster
+                .node
+                .run("curl -s http://127.0.0.1:10249/metrics | grep '^rest_client'");
+            let value = |name: &str| -> u32 {
+                let name = format!("rest_client_{name},host=\"{HOST}:6443\"}} ");
+                let line = text.lines().find_map(|line| line.strip_prefix(&name));
+                line.map_or(0, |value| value.parse().unwrap())
+            };
+            assert!(!text.contains("<error>"), "{text}");
+            [
+                value("requests_total{code=\"200\",method=\"GET\""),
+                value("request_duration_seconds_count{verb=\"GET\""),
+            ]
+        };
+        // Three lists, three watches and the count of the nodes; watches are not timed.
+        tests::daemon::wait_until("all requests are counted", || metrics() == [7, 4]);
+    });
+}
+
 /// The objects of deploy/kubernetes, by kind.
 fn deployed() -> Vec<(String, String)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/kubernetes/base");

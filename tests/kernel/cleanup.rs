@@ -655,3 +655,88 @@ fn a_set_of_another_type_makes_room() {
     wait_until("all is as planned", as_planned);
     answers();
 }
+
+/// Lines of the IPVS table on an address.
+fn table_of(node: &Namespace, address: &str) -> Vec<String> {
+    let saved = node.tool("ipvsadm -Sn");
+    let lines = saved.lines().filter(|line| line.contains(address));
+    lines.map(str::to_owned).collect()
+}
+
+/// Virtual servers in excluded networks that no Service has, though they are ours by all signs: start, audit and cleanup leave
+/// them, real servers and all.
+#[test]
+fn excluded_virtual_servers_stay_as_they_are() {
+    const EXCLUDED: &str = "203.0.113.7:80";
+    const BESIDE: &str = "203.0.113.200:80";
+    const EXCLUDE: &str = "--ipvs-exclude-cidrs=203.0.113.0/25,fd99::/64";
+    let node = Namespace::new();
+    let manifests = Manifests::new();
+    let put = |name: &str, address: &str, pods: &[u8]| {
+        let pods: Vec<_> = pods
+            .iter()
+            .map(|pod| (pod_addresses(*pod)[0], true, "node"))
+            .collect();
+        let ports = [("", "TCP", 80, 0)];
+        let text =
+            service(name, &[address], &ports) + &slice(name, name, &[("", "TCP", 8080)], &pods);
+        manifests.write(&format!("{name}.yaml"), &text);
+    };
+    put("a", "10.96.0.10", &[0]);
+    put("old", "203.0.113.7", &[0, 1]);
+    put("beside", "203.0.113.200", &[0]);
+    let node_ips = node_ips();
+    let mut daemon = Daemon::start(&node, &manifests, &[&node_ips]);
+    daemon.settle();
+    assert!(daemon.stop().success());
+    node.tool(&format!("ipvsadm -E -t {EXCLUDED} -s wrr -p 60"));
+    node.tool(&format!(
+        "ipvsadm -e -t {EXCLUDED} -r 10.0.0.2:8080 -m -w 7"
+    ));
+    manifests.remove("old.yaml");
+    manifests.remove("beside.yaml");
+    let before = table_of(&node, EXCLUDED);
+    assert_eq!((before.len(), table_of(&node, BESIDE).len()), (3, 2));
+
+    let flags = [EXCLUDE, "--sync-period=300ms", &node_ips];
+    let mut daemon = Daemon::start(&node, &manifests, &flags);
+    daemon.settle();
+    wait_until("what no Service has goes", || {
+        table_of(&node, BESIDE).is_empty()
+    });
+    assert_eq!(table_of(&node, EXCLUDED), before, "start");
+
+    // The audit sees the one change, and not the other.
+    node.tool(&format!("ipvsadm -a -t {EXCLUDED} -r 10.1.0.9:80 -g -w 3"));
+    let changed = table_of(&node, EXCLUDED);
+    for _ in 0..2 {
+        node.tool("ipvsadm -d -t 10.96.0.10:80 -r 10.0.0.2:8080");
+        wait_until("an audit repairs", || {
+            table_of(&node, "10.96.0.10:80").len() == 2
+        });
+    }
+    assert_eq!(table_of(&node, EXCLUDED), changed, "audit");
+    let log = daemon.log();
+    assert!(!log.contains("203.0.113.7"), "{log}");
+
+    // A Service of that address is served as any other, and leaves its virtual server behind.
+    put("new", "203.0.113.7", &[2]);
+    let new = "-a -t 203.0.113.7:80 -r 10.0.0.4:8080 -m -w 1";
+    wait_until("the Service is served", || {
+        let table = table_of(&node, EXCLUDED);
+        table.len() == 2 && table[1] == new && !table[0].contains("wrr")
+    });
+    let served = table_of(&node, EXCLUDED);
+    assert!(daemon.stop().success());
+    let output = ask(&node, &["cleanup", EXCLUDE]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(table_of(&node, EXCLUDED), served, "cleanup");
+    assert_eq!(node.tool("ipvsadm -Sn").lines().count(), 2);
+    assert_eq!(node.tool("ipset list -n"), "");
+    assert!(!node.tool("iptables-save").contains("KUBE-"));
+    assert!(!node.tool("ip -o link").contains("kube-ipvs0"));
+    // Not ours any more by any sign: also without the flag it stays.
+    let output = ask(&node, &["cleanup"]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(table_of(&node, EXCLUDED), served);
+}

@@ -1,9 +1,16 @@
 //! What the daemon tells over HTTP.
 
+use std::fs::{self, File, Permissions};
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
+use std::os::unix::fs::PermissionsExt as _;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
-use tests::daemon::{Daemon, Manifests, service, slice, wait_until};
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tests::daemon::{Daemon, Manifests, service, slice, wait_until, wait_up_to};
 use tests::netns::{Namespace, loopback_up};
 use tests::topology::pod_addresses;
 
@@ -145,4 +152,174 @@ fn a_taken_address_ends_the_daemon_only_if_it_should() {
     });
     assert_eq!(daemon.log().matches("can't listen").count(), 1);
     assert_eq!(get(&node, METRICS, "/metrics"), None, "switched off");
+}
+
+/// Clients that connect and say nothing neither keep probes out nor take the daemon's descriptors.
+#[test]
+fn silent_clients_keep_no_probe_out() {
+    let node = Namespace::new();
+    node.enter(loopback_up).unwrap();
+    let mut daemon = Daemon::start(
+        &node,
+        &Manifests::new(),
+        &["--healthz-bind-address", HEALTH],
+    );
+    daemon.settle();
+    let descriptors = || {
+        let folder = format!("/proc/{}/fd", daemon.pid());
+        fs::read_dir(folder).unwrap().count()
+    };
+    let before = descriptors();
+    let mut silent = Vec::new();
+    for address in [HEALTH, METRICS] {
+        let address: SocketAddr = address.parse().unwrap();
+        let connect = || TcpStream::connect(address).unwrap();
+        silent.extend(node.enter(|| (0..500).map(|_| connect()).collect::<Vec<_>>()));
+        let asked = Instant::now();
+        let path = if address.port() == 10256 {
+            "/livez"
+        } else {
+            "/healthz"
+        };
+        assert_eq!(get(&node, &address.to_string(), path).unwrap().0, 200);
+        assert!(
+            asked.elapsed() < Duration::from_secs(1),
+            "{:?}",
+            asked.elapsed()
+        );
+    }
+    let most = before + 2 * 64 + 2;
+    wait_until("no more than its limit stay open", || descriptors() <= most);
+    wait_until("those that stay silent are closed", || {
+        descriptors() <= before
+    });
+    drop(silent);
+}
+
+/// Codes of /healthz, /livez and /readyz; 0 without an answer within a second, as a probe counts.
+fn codes(node: &Namespace) -> [u16; 3] {
+    let address: SocketAddr = HEALTH.parse().unwrap();
+    ["/healthz", "/livez", "/readyz"].map(|path| {
+        let answer = node.enter(|| {
+            let mut stream = TcpStream::connect(address).ok()?;
+            stream.set_read_timeout(Some(Duration::from_secs(1))).ok()?;
+            write!(
+                stream,
+                "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            )
+            .ok()?;
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).ok()?;
+            Some(answer)
+        });
+        let code = answer.and_then(|answer| answer.split(' ').nth(1)?.parse().ok());
+        code.unwrap_or_default()
+    })
+}
+
+/// A node with one Service and a daemon whose patience is short, by the words of another program.
+fn with_service(by: &[&str]) -> (Namespace, Manifests, Daemon) {
+    let node = Namespace::new();
+    node.enter(loopback_up).unwrap();
+    let manifests = Manifests::new();
+    let text = service("a", &["10.96.0.10"], &[("", "TCP", 80, 0)]);
+    manifests.write("service.yaml", &text);
+    endpoints(&manifests, 2);
+    let flags = ["--healthz-bind-address", HEALTH, "--sync-period=1s"];
+    let mut daemon = Daemon::start_by(&node, &manifests, by, &flags);
+    daemon.settle();
+    assert_eq!(codes(&node), [200; 3]);
+    (node, manifests, daemon)
+}
+
+#[test]
+fn a_daemon_that_was_stopped_goes_on() {
+    let (node, manifests, daemon) = with_service(&[]);
+    daemon.signal(Signal::SIGSTOP);
+    assert_eq!(codes(&node), [0; 3], "it is told as long as it lasts");
+    endpoints(&manifests, 3);
+    sleep(Duration::from_secs(4));
+    daemon.signal(Signal::SIGCONT);
+    wait_up_to(Duration::from_secs(2), "it is well again", || {
+        codes(&node) == [200; 3]
+    });
+    for _ in 0..20 {
+        assert_eq!(codes(&node), [200; 3]);
+        sleep(Duration::from_millis(50));
+    }
+    let servers = "ipvs_proxy_real_servers{ip_family=\"IPv4\"}";
+    wait_until("what was missed is made up", || {
+        metric(&node, servers) == 3.0
+    });
+}
+
+/// Who waits for the lock that others hold is not stuck: a restart would not help.
+#[test]
+fn a_lock_of_iptables_that_others_hold_is_no_lack_of_life() {
+    let (node, _manifests, daemon) = with_service(&[]);
+    node.tool("iptables -t nat -F KUBE-SERVICES");
+    let file = File::create("/run/xtables.lock").unwrap();
+    let lock = Flock::lock(file, FlockArg::LockExclusive).unwrap();
+    let until = Instant::now() + Duration::from_secs(35);
+    let mut healths = Vec::new();
+    while Instant::now() < until {
+        let [health, life, _] = codes(&node);
+        assert_eq!(life, 200, "{}", daemon.log());
+        healths.push(health);
+        sleep(Duration::from_millis(250));
+    }
+    assert_eq!(healths.last(), Some(&503), "{healths:?}");
+    drop(lock);
+    wait_until("it is well again", || codes(&node) == [200; 3]);
+    wait_until("the rules are back", || {
+        node.tool("iptables-save").contains("-A KUBE-SERVICES")
+    });
+}
+
+/// A tool that never ends holds the loop: a restart ends it.
+#[test]
+fn a_loop_that_is_stuck_is_told() {
+    let tools = Manifests::new();
+    let at = |name: &str| tools.path().join(name);
+    let (hang, pid) = (at("hang"), at("pid"));
+    let tool = crate::tools().command(ipvs_proxy_netlink::Family::V4) + "-restore";
+    let script = format!(
+        "#!/bin/sh\nif [ -e {hang} ]; then echo $$ >{pid}.new; mv {pid}.new {pid}; exec sleep 1000; fi\n\
+         exec /usr/sbin/{tool} \"$@\"\n",
+        hang = hang.display(),
+        pid = pid.display(),
+    );
+    tools.write(&tool, &script);
+    fs::set_permissions(at(&tool), Permissions::from_mode(0o755)).unwrap();
+    let path = format!(
+        "PATH={}:/usr/sbin:/usr/bin:/sbin:/bin",
+        tools.path().display()
+    );
+    let (node, _manifests, _daemon) = with_service(&["env", &path]);
+
+    fs::write(&hang, "").unwrap();
+    node.tool("iptables -t nat -F KUBE-SERVICES");
+    wait_until("the tool hangs", || pid.exists());
+    let since = Instant::now();
+    assert_eq!(codes(&node)[1], 200, "not at once");
+    wait_up_to(Duration::from_secs(45), "it is told", || {
+        sleep(Duration::from_millis(500));
+        codes(&node) == [503; 3]
+    });
+    assert!(
+        since.elapsed() > Duration::from_secs(25),
+        "{:?}",
+        since.elapsed()
+    );
+    let verbose = get(&node, HEALTH, "/livez?verbose").unwrap().1;
+    assert!(verbose.contains("[-]loop failed since "), "{verbose}");
+    assert!(get(&node, METRICS, "/metrics").is_some());
+
+    fs::remove_file(&hang).unwrap();
+    let hanging: i32 = fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
+    kill(Pid::from_raw(hanging), Signal::SIGKILL).unwrap();
+    wait_until("it lives again", || codes(&node) == [200; 3]);
+    wait_until("the rules are back", || {
+        node.tool("iptables-save").contains("-A KUBE-SERVICES")
+    });
 }

@@ -16,7 +16,7 @@
 //! | I05, I10 | `traffic::paths` |
 //! | I06, I07 | `kinds::addresses` |
 //!
-//! What waits: C04 with externalTrafficPolicy Local, D04, H01 and H04 for traffic policies; E02's `excludeCIDRs` for its flag; E08
+//! What waits: C04 with externalTrafficPolicy Local, D04, H01 and H04 for traffic policies; E08
 //! for a first release to come from; J05 for a guest without IPv6.
 
 use std::collections::BTreeSet;

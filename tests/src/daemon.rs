@@ -189,7 +189,8 @@ impl Daemon {
         (self.child.wait().expect("the daemon's state"), self.log())
     }
 
-    fn signal(&self, signal: Signal) {
+    /// Sends it a signal.
+    pub fn signal(&self, signal: Signal) {
         let pid = i32::try_from(self.child.id()).expect("a process id");
         kill(Pid::from_raw(pid), signal).expect("signalling the daemon");
     }

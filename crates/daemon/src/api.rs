@@ -8,6 +8,7 @@
 //! one API server among several may be older than what this process acted on before.
 
 mod access;
+mod counting;
 mod follow;
 mod sent;
 

@@ -12,7 +12,7 @@ use ipvs_proxy_netlink::Family;
 use crate::cli::Cleanup;
 use crate::place::Place;
 
-/// Removes what is ours; how many things that were. What can't be removed is told on stderr, a
+/// Removes what is ours, but for virtual servers in excluded networks; how many things that were. What can't be removed is told on stderr, a
 /// line each, and stops nothing else.
 ///
 /// # Errors
@@ -20,7 +20,7 @@ use crate::place::Place;
 pub fn cleanup(flags: &Cleanup) -> Result<usize> {
     let _alone = Place::here()?.lock()?;
     let mut kernel = Kernel::open(&Family::ALL, flags.iptables_backend)?;
-    let mut planner = Planner::of_nothing();
+    let mut planner = Planner::of_nothing(flags.ipvs_exclude_cidrs.clone());
     let (mut removed, mut left) = (0, 0);
     match kernel.remove_leftover() {
         Ok(found) => removed += usize::from(found),

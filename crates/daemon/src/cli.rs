@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::{Arg, ArgMatches, Args, FromArgMatches, Parser, Subcommand, ValueEnum};
+use ipnet::IpNet;
 use ipvs_proxy_iptables::Choice;
 use serde_json::{Value, json};
 
@@ -52,12 +53,6 @@ pub struct Run {
     /// The API server's address, instead of the one known otherwise
     #[arg(long, value_name = "URL")]
     pub master: Option<String>,
-    /// Requests to the API server in a second; 5 if not given
-    #[arg(long, value_name = "NUMBER", allow_negative_numbers = true)]
-    pub kube_api_qps: Option<f32>,
-    /// Requests to the API server at once; 10 if not given
-    #[arg(long, value_name = "NUMBER", allow_negative_numbers = true)]
-    pub kube_api_burst: Option<i32>,
     /// Name of this node; the host name in lower case when it is not given
     #[arg(long, alias = "hostname-override", value_name = "NAME")]
     pub node_name: Option<String>,
@@ -194,6 +189,20 @@ pub struct Others {
     pub proxy_mode: Option<String>,
     #[arg(long, hide = true, value_parser = gate, value_name = "NAME=true,…", value_delimiter = ',')]
     pub feature_gates: Option<Vec<(String, bool)>>,
+    #[arg(
+        long,
+        hide = true,
+        value_name = "NUMBER",
+        allow_negative_numbers = true
+    )]
+    pub kube_api_qps: Option<f32>,
+    #[arg(
+        long,
+        hide = true,
+        value_name = "NUMBER",
+        allow_negative_numbers = true
+    )]
+    pub kube_api_burst: Option<i32>,
     #[arg(long, hide = true, value_name = "TYPE")]
     pub kube_api_content_type: Option<String>,
     #[arg(long, hide = true, value_name = "TIME")]
@@ -343,8 +352,6 @@ impl Run {
         );
 
         set(&mut c.client_connection.kubeconfig, &self.kubeconfig);
-        set(&mut c.client_connection.qps, &self.kube_api_qps);
-        set(&mut c.client_connection.burst, &self.kube_api_burst);
         set(&mut c.hostname_override, &self.node_name);
         set_time(&mut c.ipvs.sync_period, &self.sync_period);
         set(&mut c.ipvs.strict_arp, &self.ipvs_strict_arp);
@@ -415,6 +422,8 @@ impl Run {
 impl Others {
     fn overlay(&self, c: &mut Configuration) {
         set(&mut c.mode, &self.proxy_mode);
+        set(&mut c.client_connection.qps, &self.kube_api_qps);
+        set(&mut c.client_connection.burst, &self.kube_api_burst);
         let gates = self.feature_gates.iter().flatten();
         c.feature_gates
             .extend(gates.map(|(name, on)| (name.clone(), *on)));
@@ -532,6 +541,9 @@ pub struct Cleanup {
     /// The iptables to use; auto: what the host already uses
     #[arg(long, value_name = "auto|nft|legacy", default_value = "auto", value_parser = backend)]
     pub iptables_backend: Choice,
+    /// Networks in which no virtual server is ever removed
+    #[arg(long, value_name = "CIDR,…", value_delimiter = ',')]
+    pub ipvs_exclude_cidrs: Vec<IpNet>,
 }
 
 /// The flags that shape the kernel's state, the same for `run` and `plan`. One that is not given

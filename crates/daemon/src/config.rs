@@ -30,8 +30,8 @@ use file::Configuration;
 pub struct Settings {
     /// Where Services, EndpointSlices and Nodes come from.
     pub objects: Objects,
-    /// How the API server is talked to.
-    pub client: Client,
+    /// The API server's address, where it is not the one that the kubeconfig or the pod's environment names.
+    pub master: Option<String>,
     /// The name of this node; the host's where there is none.
     pub node_name: Option<String>,
     /// The node's addresses; those of its links where there are none.
@@ -73,17 +73,6 @@ pub enum Objects {
     Kubeconfig(PathBuf),
     /// The API server of the cluster in which this process is a pod.
     InCluster,
-}
-
-/// How the API server is talked to.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Client {
-    /// Its address, instead of the one that is known otherwise.
-    pub master: Option<String>,
-    /// Requests a second, as long as [`burst`](Self::burst) is not used up; no limit below 0.
-    pub qps: f32,
-    /// Requests at once.
-    pub burst: u32,
 }
 
 /// The sysctls of connection tracking. Zero leaves one as it is.
@@ -162,7 +151,7 @@ impl Loaded {
                 "nodeIPs": addresses.collect::<Vec<_>>(),
                 "drainTimeout": format_duration(drain),
                 "drift": format!("{:?}", settings.drift).to_lowercase(),
-                "master": settings.client.master,
+                "master": settings.master,
             },
         })
     }

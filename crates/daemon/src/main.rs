@@ -44,11 +44,6 @@ fn main() -> ExitCode {
 }
 
 fn run_command(flags: &Run) -> ExitCode {
-    if flags.cleanup == Some(true) {
-        return cleanup_command(&Cleanup {
-            iptables_backend: flags.iptables_backend.unwrap_or_default(),
-        });
-    }
     let loaded = match config::load(flags) {
         Ok(loaded) => loaded,
         Err(problems) => {
@@ -59,6 +54,12 @@ fn run_command(flags: &Run) -> ExitCode {
         }
     };
     let settings = &loaded.settings;
+    if flags.cleanup == Some(true) {
+        return cleanup_command(&Cleanup {
+            iptables_backend: settings.iptables_backend,
+            ipvs_exclude_cidrs: settings.config.exclude_cidrs.clone(),
+        });
+    }
     let log = tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .with_max_level(settings.log_level())

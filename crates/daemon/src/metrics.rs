@@ -33,6 +33,43 @@ type Float = Gauge<f64, AtomicU64>;
 type Histograms = Labelled<Labels<1>, Histogram>;
 type OfSet = Labelled<[(&'static str, String); 1], Gauge>;
 
+/// The requests to the API server. Clones count together.
+#[derive(Debug, Clone)]
+pub struct Requests {
+    total: Labelled<[(&'static str, String); 3], Counter>,
+    duration: Labelled<[(&'static str, String); 2], Histogram>,
+}
+
+impl Default for Requests {
+    fn default() -> Requests {
+        Requests {
+            total: Labelled::default(),
+            duration: Labelled::new_with_constructor(request_buckets),
+        }
+    }
+}
+
+impl Requests {
+    /// One ended, with this status code, or by an error.
+    pub fn ended(&self, code: Option<u16>, method: &str, host: &str) {
+        let code = code.map_or("<error>".to_owned(), |code| code.to_string());
+        let labels = [
+            ("code", code),
+            ("method", method.to_owned()),
+            ("host", host.to_owned()),
+        ];
+        self.total.get_or_create(&labels).inc();
+    }
+
+    /// One took so long, its answer's body included.
+    pub fn took(&self, time: Duration, method: &str, host: &str) {
+        let labels = [("verb", method.to_owned()), ("host", host.to_owned())];
+        self.duration
+            .get_or_create(&labels)
+            .observe(time.as_secs_f64());
+    }
+}
+
 /// Ports of a bitmap of ports, which has no other limit.
 const PORTS: u32 = 65_536;
 
@@ -69,6 +106,7 @@ pub struct Metrics {
     pub(crate) api_up: Gauges<1>,
     pub(crate) api_failing: Labelled<Labels<1>, Float>,
     pub(crate) events: Counters<1>,
+    pub(crate) requests: Requests,
     /// How many real servers each virtual server has in the kernel: it takes them with it.
     held: Mutex<BTreeMap<VirtualServerKey, u32>>,
 }
@@ -101,6 +139,13 @@ fn programming_buckets() -> Histogram {
     Histogram::new(fine.chain(steps(60, 115, 5)).chain(steps(120, 300, 30)))
 }
 
+/// The buckets of client-go.
+fn request_buckets() -> Histogram {
+    Histogram::new([
+        0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0,
+    ])
+}
+
 /// Registers a metric and gives it back.
 fn add<M: Metric + Clone>(registry: &mut Registry, name: &str, help: &str, metric: M) -> M {
     registry.register(name, help, metric.clone());
@@ -113,6 +158,17 @@ impl Metrics {
     pub fn new(families: &[Family]) -> Metrics {
         let mut registry = Registry::default();
         let process = Process::new(&mut registry);
+        let requests = Requests::default();
+        registry.register(
+            "rest_client_requests",
+            "Requests to the API server, by what became of them",
+            requests.total.clone(),
+        );
+        registry.register(
+            "rest_client_request_duration_seconds",
+            "How long a request to the API server took, watches aside",
+            requests.duration.clone(),
+        );
         let r = registry.sub_registry_with_prefix("kubeproxy");
         let sync_duration = add(
             r,
@@ -272,6 +328,7 @@ impl Metrics {
                 "Events for the API server, by what became of them",
                 Counters::default(),
             ),
+            requests,
             registry: Registry::default(),
             families: families.to_vec(),
             process_started: SystemTime::now(),

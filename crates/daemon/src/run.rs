@@ -29,6 +29,7 @@ use crate::drains::Drains;
 use crate::events::{self, Finding};
 use crate::init;
 use crate::manifests::{self, Source};
+use crate::metrics::Requests;
 use crate::place::{LockError, Place};
 use crate::serve::{self, Listen, Status};
 
@@ -268,7 +269,9 @@ fn reach(settings: &Settings) -> Result<(Runtime, Access)> {
             Objects::Kubeconfig(file) => Some(file.clone()),
             _ => None,
         },
-        master: settings.client.master.clone(),
+        master: settings.master.clone(),
+        // There are no metrics yet.
+        requests: Requests::default(),
     };
     if !matches!(settings.objects, Objects::Manifests(_)) {
         runtime.block_on(access.client())?;
@@ -279,11 +282,12 @@ fn reach(settings: &Settings) -> Result<(Runtime, Access)> {
 /// Follows the API server, and writes Events to it, on a thread of its own.
 fn follow(
     runtime: Runtime,
-    access: Access,
+    mut access: Access,
     node_name: String,
     sender: SyncSender<Event>,
     (findings, status): (mpsc::Receiver<Finding>, Arc<Status>),
 ) -> Result<()> {
+    access.requests = status.metrics.requests.clone();
     let follow = move || {
         let follow = api::follow(&access, &node_name, &sender);
         let write = events::write(&access, &node_name, findings, &status);

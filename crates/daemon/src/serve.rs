@@ -7,10 +7,13 @@
 //!
 //! A thread of its own answers, from what the loop notes in [`Status`] and, of how full the sets are, from
 //! the kernel: an answer never waits for the loop, nor the loop for an answer.
+//!
+//! Whoever connects is served as HTTP/1. Clients that say nothing hold no more than [`CONNECTIONS`], for
+//! [`HEADER_TIMEOUT`] at most, and keep nobody out: when there are more, the oldest one is closed.
 
 mod health;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -22,9 +25,14 @@ use axum::http::StatusCode;
 use axum::http::header::{CONTENT_TYPE, HeaderName, X_CONTENT_TYPE_OPTIONS};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use axum::serve::Listener;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_netlink::Family;
 use prometheus_client::encoding::prometheus_text;
+use tokio::task::AbortHandle;
 use tracing::{error, info};
 
 use crate::api::{Kind, NodeFacts};
@@ -34,6 +42,11 @@ pub use health::{Followed, Health, Moment, Question};
 
 /// How often an address is tried that can't be listened on.
 const AGAIN: Duration = Duration::from_secs(5);
+
+/// The most connections that are open on an address.
+pub const CONNECTIONS: usize = 64;
+/// How long a client may take for the header of a request, and be silent between two.
+pub const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What the loop notes, and what is told of it.
 #[derive(Debug)]
@@ -284,14 +297,38 @@ async fn serve(
         let Some(listener) = listener.take() else {
             continue;
         };
-        info!(what, %address, "listening");
-        let served = match tokio::net::TcpListener::from_std(listener) {
-            Ok(listener) => axum::serve(listener, router.clone()).await,
-            Err(error) => Err(error),
-        };
-        if let Err(error) = served {
-            error!(what, %address, %error, "can't listen any more; will be tried again");
+        match tokio::net::TcpListener::from_std(listener) {
+            Ok(listener) => {
+                info!(what, %address, "listening");
+                accept(listener, &router).await
+            }
+            Err(error) => error!(what, %address, %error, "can't listen; will be tried again"),
         }
+    }
+}
+
+/// Serves those who connect, each by a task of its own.
+async fn accept(mut listener: tokio::net::TcpListener, router: &Router) -> ! {
+    let mut open = VecDeque::<AbortHandle>::new();
+    loop {
+        // Where the process has no descriptor left, this waits for one.
+        let (stream, _) = Listener::accept(&mut listener).await;
+        open.retain(|connection| !connection.is_finished());
+        if open.len() >= CONNECTIONS
+            && let Some(oldest) = open.pop_front()
+        {
+            oldest.abort();
+        }
+        let connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEADER_TIMEOUT)
+            .serve_connection(
+                TokioIo::new(stream),
+                TowerToHyperService::new(router.clone()),
+            );
+        // A client that leaves early, or speaks something else, is none of our troubles.
+        let task = tokio::spawn(async move { drop(connection.await) });
+        open.push_back(task.abort_handle());
     }
 }
 

@@ -21,6 +21,7 @@ use ipvs_proxy_netlink::{
     Error as NetlinkError, Family, KernelError, Socket, Subsystem as NetlinkSubsystem,
 };
 
+use crate::capabilities::{self, Capability};
 use crate::conntrack;
 use crate::growth::{self, GROWING};
 use crate::links::{self, AddressChange, LinkError, Links};
@@ -29,6 +30,13 @@ use crate::notices::OwnRules;
 /// Why the kernel can't be worked with at all.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
+    /// This process lacks capabilities.
+    #[error(
+        "not permitted without CAP_{}: run it as root, or name {} in the container's capabilities.add",
+        .0.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and CAP_"),
+        .0.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ")
+    )]
+    Capabilities(Vec<Capability>),
     /// IPVS is not there or not ours to change.
     #[error(transparent)]
     Ipvs(#[from] ipvs_netlink::Error),
@@ -65,6 +73,10 @@ impl Kernel {
     /// # Errors
     /// An error that names what is missing: the module, the tool, the privilege.
     pub fn open(families: &[Family], iptables: Choice) -> Result<Kernel, OpenError> {
+        let missing = capabilities::missing();
+        if !missing.is_empty() {
+            return Err(OpenError::Capabilities(missing));
+        }
         let mut ipvs = ipvs_netlink::Client::open()?;
         // A listing needs CAP_NET_ADMIN as a change does, so a lack of it shows here.
         ipvs.info()?;

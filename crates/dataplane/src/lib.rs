@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`kernel`] | ops → batches for ipset, IPVS, rtnetlink and iptables; dumps → [`State`] |
 //! | [`addresses`] | tells when addresses of the node change |
+//! | [`capabilities`] | the capabilities without which nothing can be done |
 //! | [`conntrack`] | forgets UDP flows of real servers that are gone |
 //! | [`growth`] | gives a set that is full more room |
 //! | [`links`] | the dummy link and the addresses on it |
@@ -28,6 +29,7 @@
 //! [`State`]: ipvs_proxy_core::state::State
 
 pub mod addresses;
+pub mod capabilities;
 pub mod conntrack;
 pub mod growth;
 pub mod kernel;

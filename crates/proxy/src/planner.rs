@@ -15,6 +15,7 @@ use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
+use ipnet::IpNet;
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_netlink::Protocol;
 
@@ -141,10 +142,13 @@ impl Planner {
     }
 
     /// A planner that wants nothing at all in the kernel: what a reading shows goes, in the order
-    /// in which it can.
+    /// in which it can, but for virtual servers in these networks.
     #[must_use]
-    pub fn of_nothing() -> Planner {
-        let mut planner = Planner::new(Config::default());
+    pub fn of_nothing(exclude_cidrs: Vec<IpNet>) -> Planner {
+        let mut planner = Planner::new(Config {
+            exclude_cidrs,
+            ..Config::default()
+        });
         planner.base.clear();
         planner.pending.clear();
         planner.groups.clear();

@@ -80,6 +80,37 @@ fn with_masquerade_all_pods_lose_their_address() {
     );
 }
 
+/// By the link that packets come from, whatever their addresses.
+#[test]
+fn with_bridge_interface_only_what_comes_from_it_keeps_its_address() {
+    for (link, pod, outside) in [
+        ("cbr0", pod_addresses(CLIENT), BRIDGE),
+        ("eth0", BRIDGE, OUTSIDE),
+    ] {
+        let link = format!("--pod-bridge-interface={link}");
+        check(
+            &["--detect-local-mode=BridgeInterface", &link],
+            &Seen { pod, outside },
+        );
+    }
+}
+
+#[test]
+fn with_interface_name_prefix_only_what_comes_from_such_links_keeps_its_address() {
+    for (prefix, pod, outside) in [
+        ("cb", pod_addresses(CLIENT), BRIDGE),
+        ("eth", BRIDGE, OUTSIDE),
+        // No link begins like this, though one has it as its whole name and a letter less.
+        ("cbr01", BRIDGE, BRIDGE),
+    ] {
+        let prefix = format!("--pod-interface-name-prefix={prefix}");
+        check(
+            &["--detect-local-mode=InterfaceNamePrefix", &prefix],
+            &Seen { pod, outside },
+        );
+    }
+}
+
 #[test]
 fn a_pod_reaches_itself_through_its_own_service() {
     for flags in [&[CLUSTER_CIDR][..], &[]] {

@@ -7,20 +7,26 @@ use std::time::Duration;
 
 use ipvs_netlink::VirtualServerKey;
 use ipvs_proxy_netlink::Protocol;
+use kube::client::ClientBuilder;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
+
+use super::counting::Counting;
+use crate::metrics::Requests;
 
 /// How long nothing may come from the API server before the connection counts as dead. Watches
 /// get a bookmark about once a minute.
 const SILENCE: Duration = Duration::from_secs(90);
 
 /// How to reach the API server.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Access {
     /// The kubeconfig; `None` for the service account of the pod that this runs in.
     pub kubeconfig: Option<PathBuf>,
     /// The server's address, where it is not the one that the configuration names.
     pub master: Option<String>,
+    /// Where all requests are counted.
+    pub requests: Requests,
 }
 
 /// Why no client can be made.
@@ -85,7 +91,11 @@ impl Access {
         // The watcher has its own back-off, and says why it waits.
         config.default_retry = false;
         let server = config.cluster_url.to_string();
-        let client = Client::try_from(config).map_err(|e| AccessError::Client(Box::new(e)))?;
+        let counting = Counting::new(&self.requests, &config.cluster_url);
+        let client = ClientBuilder::try_from(config)
+            .map_err(|error| AccessError::Client(Box::new(error)))?
+            .with_layer(&counting)
+            .build();
         Ok((client, server))
     }
 

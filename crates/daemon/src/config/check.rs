@@ -11,7 +11,7 @@ use ipvs_proxy_netlink::Family;
 use serde_json::Value;
 
 use super::file::{Configuration, tree_of};
-use super::{Client, Conntrack, Objects, Settings, format_duration, parse_duration};
+use super::{Conntrack, Objects, Settings, format_duration, parse_duration};
 use crate::cli::{Drift, LogFormat, Run};
 use crate::translate::parse_address;
 
@@ -81,16 +81,21 @@ pub(super) const FLAGS: [(&str, &str); 44] = [
     ),
 ];
 
+/// Why no pace can be set.
+const PACE: &str = "there is nothing to slow down: three watches, their lists in pages of 500, an Event in 10 s (10 at once)";
+
 /// Fields that say nothing here unless they are as nobody set them, and why.
-const NOT_APPLICABLE: [(&str, &str); 25] = [
+const NOT_APPLICABLE: [(&str, &str); 27] = [
     (
         "clientConnection.acceptContentTypes",
         "the API server is asked for JSON",
     ),
+    ("clientConnection.burst", PACE),
     (
         "clientConnection.contentType",
         "the API server is asked for JSON",
     ),
+    ("clientConnection.qps", PACE),
     (
         "configSyncPeriod",
         "changes are never listed again without a reason; the kernel is compared every ipvs.syncPeriod",
@@ -165,11 +170,7 @@ pub(super) fn check(
     let min = check.range("conntrack.min", c.conntrack.min, 0, i32::MAX);
     let settings = Settings {
         objects: check.objects(c, flags),
-        client: Client {
-            master: flags.master.clone().filter(|master| !master.is_empty()),
-            qps: c.client_connection.qps,
-            burst: u32::try_from(c.client_connection.burst).unwrap_or(0),
-        },
+        master: flags.master.clone().filter(|master| !master.is_empty()),
         node_name: check.node_name(&c.hostname_override),
         node_ips: flags.shape.node_ips.clone(),
         config: check.config(c, flags),

@@ -81,14 +81,7 @@ fn nothing_given_is_the_defaults() {
         (settings.oom_score_adj, settings.log_level()),
         (-999, tracing::Level::INFO)
     );
-    assert_eq!(
-        settings.client,
-        Client {
-            master: None,
-            qps: 5.0,
-            burst: 10
-        }
-    );
+    assert_eq!(settings.master, None);
     let conntrack = settings.conntrack;
     assert_eq!(conntrack.tcp_established, Duration::from_secs(86_400));
     assert_eq!(conntrack.tcp_close_wait, Duration::from_secs(3_600));
@@ -124,18 +117,6 @@ fn fields_and_flags() {
             "--kubeconfig=/a",
             "clientConnection: {kubeconfig: /b}",
             "Kubeconfig(\"/a\")",
-        ),
-        (
-            "clientConnection: {qps: 7.5}",
-            "--kube-api-qps=7.5",
-            "clientConnection: {qps: 1}",
-            "qps: 7.5",
-        ),
-        (
-            "clientConnection: {burst: 77}",
-            "--kube-api-burst=77",
-            "clientConnection: {burst: 1}",
-            "burst: 77",
         ),
         (
             "clusterCIDR: '10.1.0.0/16,fd00::/64'",
@@ -360,7 +341,6 @@ fn the_source_of_objects() {
     let master = of_flags(&["--master=https://a:6443"])
         .unwrap()
         .settings
-        .client
         .master;
     assert_eq!(master.as_deref(), Some("https://a:6443"));
     for other in ["--kubeconfig=/k", "--master=https://a"] {
@@ -393,6 +373,16 @@ fn what_is_not_applicable() {
                 "clientConnection.contentType (--kube-api-content-type)",
                 "a/b",
             ],
+        ),
+        (
+            "clientConnection: {qps: 7.5}",
+            "--kube-api-qps=7.5",
+            ["clientConnection.qps (--kube-api-qps)", "7.5"],
+        ),
+        (
+            "clientConnection: {burst: 77}",
+            "--kube-api-burst=77",
+            ["clientConnection.burst (--kube-api-burst)", "77"],
         ),
         (
             "configSyncPeriod: 1m",

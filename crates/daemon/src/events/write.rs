@@ -6,14 +6,14 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use k8s_openapi::api::core::v1::{Node, ObjectReference, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::api::events::v1::Event;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ListMeta, MicroTime, ObjectMeta};
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{ListParams, PostParams};
 use kube::core::Status as Answer;
 use kube::{Api, Client, ResourceExt as _};
 use tokio::sync::mpsc::Receiver;
 use tokio::time::timeout;
-use tracing::warn;
+use tracing::{debug, warn};
 
 use super::{Due, Finding, Object, Reason, Reporter};
 use crate::api::Access;
@@ -24,6 +24,8 @@ const CONTROLLER: &str = "ipvs-proxy.io/ipvs-proxy";
 const MANY_NODES: u32 = 1000;
 /// How often they are counted anew, at most.
 const COUNT_AGAIN: Duration = Duration::from_secs(3600);
+/// The same, after they could not be counted.
+const COUNT_SOON: Duration = Duration::from_secs(60);
 /// How long a request may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -35,7 +37,7 @@ pub async fn write(
     status: &Arc<Status>,
 ) {
     let mut reporter = Reporter::new(node, MANY_NODES, Instant::now());
-    let mut counted: Option<Instant> = None;
+    let mut count_at = Instant::now();
     let mut told = false;
     loop {
         let due = reporter.next_at();
@@ -47,12 +49,18 @@ pub async fn write(
         match finding {
             Ok(None) => return,
             Ok(Some(finding)) => {
-                if counted.is_none_or(|at| at.elapsed() > COUNT_AGAIN) {
-                    counted = Some(Instant::now());
+                if count_at <= Instant::now() {
                     let nodes = timeout(PATIENCE, count_nodes(access)).await;
-                    if let Ok(Some(nodes)) = nodes {
-                        reporter.set_nodes(nodes);
-                    }
+                    // What was known, or assumed, holds until then.
+                    let again = match nodes.ok().flatten() {
+                        Some(nodes) => {
+                            debug!(nodes, "counted the nodes");
+                            reporter.set_nodes(nodes);
+                            COUNT_AGAIN
+                        }
+                        None => COUNT_SOON,
+                    };
+                    count_at = Instant::now() + again;
                 }
                 let wall = SystemTime::now().duration_since(UNIX_EPOCH);
                 reporter.note(finding, Instant::now(), wall.unwrap_or_default());
@@ -90,9 +98,22 @@ async fn count_nodes(access: &Access) -> Option<u32> {
     let (client, _) = access.client().await.ok()?;
     let one = ListParams::default().limit(1);
     let nodes = Api::<Node>::all(client).list_metadata(&one).await.ok()?;
-    let more = nodes.metadata.remaining_item_count.unwrap_or_default();
-    let listed = u32::try_from(nodes.items.len()).ok()?;
-    u32::try_from(more).ok()?.checked_add(listed)
+    number(nodes.items.len(), &nodes.metadata)
+}
+
+/// How many objects there are, by a list of some of them. A server that has more may not say how many.
+fn number(listed: usize, list: &ListMeta) -> Option<u32> {
+    let continues = list
+        .continue_
+        .as_ref()
+        .is_some_and(|token| !token.is_empty());
+    let more = match list.remaining_item_count {
+        None if continues => return None,
+        more => more.unwrap_or_default(),
+    };
+    u32::try_from(more)
+        .ok()?
+        .checked_add(u32::try_from(listed).ok()?)
 }
 
 async fn create(access: &Access, node: &str, due: Due) -> Result<(), String> {
@@ -189,7 +210,7 @@ async fn reference(client: &Client, node: &str, object: &Object) -> ObjectRefere
 
 #[cfg(test)]
 mod tests {
-    use super::{Answer, is_terminating};
+    use super::{Answer, ListMeta, is_terminating, number};
 
     #[test]
     fn a_namespace_that_goes_is_told_from_a_lack_of_rights() {
@@ -202,5 +223,21 @@ mod tests {
         assert!(is_terminating(&answer(cause)));
         assert!(!is_terminating(&answer(r#"{"kind": "events"}"#)));
         assert!(!is_terminating(&answer("null")));
+    }
+
+    #[test]
+    fn nodes_are_counted_by_a_list_of_one() {
+        let list = |continues: &str, more| ListMeta {
+            continue_: Some(continues.to_owned()),
+            remaining_item_count: more,
+            ..ListMeta::default()
+        };
+        assert_eq!(number(1, &list("next", Some(20))), Some(21));
+        assert_eq!(number(1, &list("", None)), Some(1), "that was all");
+        assert_eq!(number(1, &ListMeta::default()), Some(1), "that was all");
+        assert_eq!(number(0, &ListMeta::default()), Some(0));
+        assert_eq!(number(1, &list("next", None)), None, "nobody says how many");
+        assert_eq!(number(1, &list("next", Some(-2))), None);
+        assert_eq!(number(1, &list("next", Some(i64::MAX))), None);
     }
 }

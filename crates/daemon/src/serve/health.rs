@@ -52,10 +52,13 @@ pub struct Followed {
     pub failing: Option<(Moment, String)>,
 }
 
+/// How long the loop may be at one thing. Where others hold the lock of iptables, it waits 10 s at a time.
+const LIFE: Duration = Duration::from_secs(30);
+
 /// What the process knows about itself.
 #[derive(Debug, Clone)]
 pub struct Health {
-    /// How long a change may wait, and the loop may be at one thing.
+    /// How long a change may wait.
     pub patience: Duration,
     /// When the process started.
     pub started: Moment,
@@ -131,7 +134,8 @@ impl Health {
     }
 
     fn checks(&self, question: Question, now: Moment) -> Vec<Check> {
-        let late = |since: Option<Moment>| since.filter(|s| s.passed(now) > self.patience);
+        let later = |since: Option<Moment>, than| since.filter(|s| s.passed(now) > than);
+        let late = |since| later(since, self.patience);
         let mut checks = Vec::new();
         let mut add = |name, on: &[Question], fault: Option<(String, SystemTime)>, ok_since| {
             let (fault, since) = match fault {
@@ -148,7 +152,7 @@ impl Health {
         let started = self.started.wall;
         let applied = self.applied.unwrap_or(started);
         let asked = [Question::Health, Question::Life, Question::Readiness];
-        let stuck = late(self.busy).map(|m| ("no sign of life".to_owned(), m.wall));
+        let stuck = later(self.busy, LIFE).map(|m| ("no sign of life".to_owned(), m.wall));
         add(
             "loop",
             &asked,

@@ -8,7 +8,7 @@ use ipvs_proxy_core::model::{Change, Node};
 use ipvs_proxy_netlink::Family;
 use serde_json::{Value, json};
 
-use super::{Listen, Moment, Status, health_router, metrics_router, start};
+use super::{CONNECTIONS, Listen, Moment, Status, health_router, metrics_router, start};
 use crate::api::{Kind, NodeFacts};
 
 const PERIOD: Duration = Duration::from_secs(30);
@@ -35,7 +35,7 @@ impl Server {
                     .unwrap();
                 runtime.block_on(async {
                     let listener = tokio::net::TcpListener::from_std(listener).unwrap();
-                    axum::serve(listener, router).await.unwrap();
+                    super::accept(listener, &router).await;
                 });
             });
             address
@@ -126,7 +126,13 @@ fn codes_by_state() {
 
     status.works();
     assert_eq!(server.codes(), [200, 200, 200], "the loop works");
-    status.health().busy = Some(ago(61));
+    status.health().busy = Some(ago(29));
+    assert_eq!(
+        server.codes(),
+        [200, 200, 200],
+        "at one thing, not too long"
+    );
+    status.health().busy = Some(ago(31));
     assert_eq!(server.codes(), [503, 503, 503], "the loop is stuck");
     status.waits();
     assert_eq!(server.codes(), [200, 200, 200], "the loop waits");
@@ -273,4 +279,33 @@ fn a_taken_address_is_an_error_or_tried_again() {
         std::thread::sleep(Duration::from_millis(50));
     }
     assert_eq!(get(address, "/healthz").0, 200);
+}
+
+#[test]
+fn silent_clients_keep_nobody_out() {
+    let server = Server::new(false);
+    for address in [server.health, server.metrics] {
+        let mut silent = Vec::new();
+        for number in 0..500 {
+            let mut stream = TcpStream::connect(address).unwrap();
+            if number % 2 == 0 {
+                // Half a header is as good as none.
+                stream.write_all(b"GET /healthz HT").unwrap();
+            }
+            silent.push(stream);
+            if number % 100 == 99 {
+                let asked = Instant::now();
+                assert_eq!(get(address, "/healthz").0, 200, "{number}");
+                assert!(asked.elapsed() < Duration::from_secs(1), "{number}");
+            }
+        }
+        let open = silent.iter().filter(|stream| {
+            let mut stream: &TcpStream = stream;
+            let wait = Some(Duration::from_millis(1));
+            stream.set_read_timeout(wait).unwrap();
+            let read = stream.read(&mut [0; 1]);
+            matches!(read, Err(error) if error.kind() == std::io::ErrorKind::WouldBlock)
+        });
+        assert!(open.count() <= CONNECTIONS);
+    }
 }

@@ -289,7 +289,7 @@ mod tests {
         assert_eq!(kernel.state, left);
 
         // A cleanup leaves it as well.
-        let mut planner = Planner::of_nothing();
+        let mut planner = Planner::of_nothing(Vec::new());
         kernel.state.extend(ours(9));
         let read = kernel.read(&planner.desired()).unwrap();
         planner.resync(read, true, now);

@@ -157,6 +157,11 @@ impl Status {
         }
     }
 
+    /// Whether the Node's podCIDRs are known, by which pods are to be told.
+    pub fn pod_cidrs(&self, known: bool) {
+        self.health().pod_cidrs = Some((known, SystemTime::now()));
+    }
+
     /// What the own Node says.
     pub fn node(&self, facts: &NodeFacts) {
         let mut health = self.health();

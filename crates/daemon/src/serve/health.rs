@@ -7,6 +7,7 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
 use crate::api::Kind;
+use crate::findings::NO_POD_CIDRS;
 
 /// A moment, on both clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,6 +78,9 @@ pub struct Health {
     pub sysctls: Option<(BTreeSet<String>, SystemTime)>,
     /// Why load balancers should send the node nothing new, and since when.
     pub ineligible: Option<(&'static str, SystemTime)>,
+    /// Where pods are to be told by the Node's podCIDRs: whether these are known, and since when they are
+    /// or are not.
+    pub pod_cidrs: Option<(bool, SystemTime)>,
     /// Each kind at the API server; empty where objects come from manifests.
     pub api: BTreeMap<Kind, Followed>,
 }
@@ -108,6 +112,7 @@ impl Health {
             unread: None,
             sysctls: None,
             ineligible: None,
+            pod_cidrs: None,
             api: BTreeMap::new(),
         }
     }
@@ -188,6 +193,10 @@ impl Health {
             .clone()
             .map(|(all, since)| (all.into_iter().collect::<Vec<_>>().join("; "), since));
         add("sysctls", &[], sysctls, started);
+        if let Some((known, since)) = self.pod_cidrs {
+            let fault = (!known).then(|| (NO_POD_CIDRS.to_owned(), since));
+            add("pod-cidrs", &[], fault, since);
+        }
         for (kind, followed) in &self.api {
             let name = match kind {
                 Kind::Services => "api-services",

@@ -123,6 +123,12 @@ fn codes_by_state() {
     );
     assert!(server.verbose().contains("[~]kernel-read failed since "));
     assert!(server.verbose().contains("[~]sysctls failed since "));
+    assert!(!server.verbose().contains("pod-cidrs"));
+    status.pod_cidrs(false);
+    assert_eq!(server.codes(), [200, 200, 200], "no podCIDRs yet");
+    assert!(server.verbose().contains("[~]pod-cidrs failed since "));
+    status.pod_cidrs(true);
+    assert!(server.verbose().contains("[+]pod-cidrs ok since "));
 
     status.works();
     assert_eq!(server.codes(), [200, 200, 200], "the loop works");

@@ -15,5 +15,6 @@ mod bad_days;
 mod cluster;
 mod faults;
 mod node;
+mod nodes;
 mod plane;
 mod scale;

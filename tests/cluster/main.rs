@@ -18,3 +18,4 @@ mod node;
 mod nodes;
 mod plane;
 mod scale;
+mod unreadable;

@@ -10,6 +10,7 @@
 mod access;
 mod follow;
 mod sent;
+mod told;
 
 use std::time::SystemTime;
 
@@ -56,6 +57,8 @@ pub struct News {
     pub changes: Vec<Change>,
     /// What of them can't be used.
     pub refusals: Vec<Refusal>,
+    /// All objects of a kind whose last version can't be read now, a line each, when these changed.
+    pub unread: Option<(Kind, Vec<String>)>,
     /// All objects of this kind are known now.
     pub listed: Option<Kind>,
     /// When the changes of endpoints happened (annotation

@@ -302,6 +302,13 @@ impl<D: Dataplane> Controller<D> {
             warn!("{refusal}");
             self.settings.find(|| Finding::from(&refusal));
         }
+        if let Some((kind, objects)) = news.unread {
+            let resource = kind.resource();
+            if objects.is_empty() {
+                info!(resource, "all objects can be read again");
+            }
+            self.settings.status.unread(kind, objects);
+        }
         if let Some(facts) = &news.node {
             self.settings.status.node(facts);
         }

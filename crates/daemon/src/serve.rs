@@ -170,6 +170,12 @@ impl Status {
         }
     }
 
+    /// The objects of a kind whose last version can't be read, a line each.
+    pub fn unread(&self, kind: Kind, objects: Vec<String>) {
+        let unread = (!objects.is_empty()).then(|| (objects, SystemTime::now()));
+        self.health().api.entry(kind).or_default().unread = unread;
+    }
+
     /// A kind was listed.
     pub fn listed(&self, kind: Kind) {
         let mut health = self.health();

@@ -9,6 +9,9 @@ use serde_json::{Value, json};
 use crate::api::Kind;
 use crate::findings::NO_POD_CIDRS;
 
+/// The most objects that are named of those that can't be read.
+const FEW: usize = 3;
+
 /// A moment, on both clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Moment {
@@ -51,6 +54,8 @@ pub struct Followed {
     pub listed: Option<SystemTime>,
     /// Since when it can't be followed, and why.
     pub failing: Option<(Moment, String)>,
+    /// The objects whose last version can't be read, a line each, and when that was found.
+    pub unread: Option<(Vec<String>, SystemTime)>,
 }
 
 /// What the process knows about itself.
@@ -203,10 +208,20 @@ impl Health {
                 Kind::EndpointSlices => "api-endpointslices",
                 Kind::Node => "api-node",
             };
-            let fault = match (&followed.failing, followed.listed) {
-                (Some((since, why)), _) => Some((why.clone(), since.wall)),
-                (None, None) => Some(("not listed yet".to_owned(), started)),
-                (None, Some(_)) => None,
+            let fault = match (&followed.failing, followed.listed, &followed.unread) {
+                (Some((since, why)), ..) => Some((why.clone(), since.wall)),
+                (None, None, _) => Some(("not listed yet".to_owned(), started)),
+                (None, Some(_), Some((objects, since))) => {
+                    let few = objects
+                        .iter()
+                        .take(FEW)
+                        .cloned()
+                        .collect::<Vec<_>>()
+                        .join("; ");
+                    let number = objects.len();
+                    Some((format!("{number} can't be read: {few}"), *since))
+                }
+                (None, Some(_), None) => None,
             };
             add(name, &[], fault, followed.listed.unwrap_or(started));
         }

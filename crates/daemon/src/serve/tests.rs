@@ -188,6 +188,13 @@ fn an_outage_of_the_api_server_is_shown_and_decides_nothing() {
     assert!(!up("services") && up("nodes"));
     status.followed(Kind::Services, Ok(()));
     assert!(server.verbose().contains("[+]api-services ok since ") && up("services"));
+    let objects = ["a: x", "b: y", "c", "d"].map(str::to_owned);
+    status.unread(Kind::Services, objects.to_vec());
+    let unread = ": 4 can't be read: a: x; b: y; c\n";
+    assert!(server.verbose().contains(unread) && up("services"));
+    assert_eq!(server.codes(), [200, 200, 200]);
+    status.unread(Kind::Services, Vec::new());
+    assert!(server.verbose().contains("[+]api-services ok since "));
 }
 
 #[test]

@@ -17,5 +17,6 @@ mod faults;
 mod node;
 mod nodes;
 mod plane;
+mod reach;
 mod scale;
 mod unreadable;

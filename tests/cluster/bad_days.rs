@@ -12,7 +12,7 @@ use crate::node::pod_address;
 use crate::plane::HOST;
 
 /// A daemon that reaches the API server through the proxy.
-fn start_behind(cluster: &Cluster) -> Faults {
+pub(crate) fn start_behind(cluster: &Cluster) -> Faults {
     let faults = Faults::start(&cluster.plane.authority());
     let kubeconfig = cluster.plane.kubeconfig(&faults.url(), "proxy-token");
     cluster.node.start_daemon(&kubeconfig, "");

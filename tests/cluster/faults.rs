@@ -15,6 +15,8 @@ use crate::plane::HOST;
 pub(crate) enum Mode {
     /// Hands them on.
     Pass,
+    /// Hands them on, and in answers puts the second text in the place of the first, which is as long.
+    Replace(&'static str, &'static str),
     /// Takes connections and never answers; those that are open fall silent.
     Hang,
     /// Answers each with this status.
@@ -107,7 +109,7 @@ fn serve(
             return client.shutdown(Shutdown::Both);
         }
         Mode::Refuse => return client.shutdown(Shutdown::Both),
-        Mode::Pass => {}
+        Mode::Pass | Mode::Replace(..) => {}
     }
     let mut upstream = Command::new("openssl")
         .args([
@@ -148,6 +150,19 @@ fn serve(
         if length == 0 {
             return client.shutdown(Shutdown::Both);
         }
+        if let Mode::Replace(text, by) = now() {
+            replace(&mut buffer[..length], text.as_bytes(), by.as_bytes());
+        }
         client.write_all(&buffer[..length])?;
+    }
+}
+
+/// An answer that is cut in the middle of the text is none that a test waits for.
+fn replace(bytes: &mut [u8], text: &[u8], by: &[u8]) {
+    assert_eq!(text.len(), by.len());
+    for at in 0..bytes.len() {
+        if bytes[at..].starts_with(text) {
+            bytes[at..at + by.len()].copy_from_slice(by);
+        }
     }
 }

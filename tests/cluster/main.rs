@@ -15,5 +15,8 @@ mod bad_days;
 mod cluster;
 mod faults;
 mod node;
+mod nodes;
 mod plane;
+mod reach;
 mod scale;
+mod unreadable;

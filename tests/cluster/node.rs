@@ -110,10 +110,16 @@ impl Node {
 
     /// Starts the daemon with these flags alone.
     pub(crate) fn start_daemon_by(&self, flags: &str) {
+        let pods = "--cluster-cidr 10.244.0.0/16";
+        self.run_daemon("", &format!("--node-name {NAME} {pods} {flags}"));
+    }
+
+    /// Starts the daemon with these variables of its environment, and these flags and no others.
+    pub(crate) fn run_daemon(&self, environment: &str, flags: &str) {
         let daemon = tests::daemon::binary();
         let daemon = daemon.display();
         self.run(&format!(
-            ": > /run/daemon.log\nsetsid {daemon} run --node-name {NAME} --cluster-cidr 10.244.0.0/16 {flags} \
+            ": > /run/daemon.log\nsetsid env {environment} {daemon} run {flags} \
              >/dev/null 2>/run/daemon.log </dev/null &\necho $! > /run/daemon.pid"
         ));
     }

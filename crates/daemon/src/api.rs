@@ -11,10 +11,10 @@ mod access;
 mod counting;
 mod follow;
 mod sent;
+mod told;
 
 use std::time::SystemTime;
 
-use ipnet::IpNet;
 use ipvs_proxy_core::model::{Change, ObjectName};
 use ipvs_proxy_netlink::Family;
 use k8s_openapi::api::core::v1::{Node, Service};
@@ -58,13 +58,15 @@ pub struct News {
     pub changes: Vec<Change>,
     /// What of them can't be used.
     pub refusals: Vec<Refusal>,
+    /// All objects of a kind whose last version can't be read now, a line each, when these changed.
+    pub unread: Option<(Kind, Vec<String>)>,
     /// All objects of this kind are known now.
     pub listed: Option<Kind>,
     /// When the changes of endpoints happened (annotation
     /// `endpoints.kubernetes.io/last-change-trigger-time`), where they say so, and of which family
     /// the endpoints are.
     pub triggers: Vec<(Family, SystemTime)>,
-    /// What the Node says besides addresses, when it was seen.
+    /// What the Node says besides changes, when it was seen.
     pub node: Option<NodeFacts>,
 }
 
@@ -79,14 +81,12 @@ pub enum ApiEvent {
     Followed(Kind),
 }
 
-/// What the own Node says besides addresses.
+/// What the own Node says besides addresses and its pods' networks.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct NodeFacts {
     /// Why load balancers should send it nothing new: it is being deleted, or the cluster's
     /// autoscaler marked it for removal (KEP-3836).
     pub ineligible: Option<&'static str>,
-    /// `spec.podCIDRs`, empty as long as none are given.
-    pub pod_cidrs: Vec<IpNet>,
     /// The Node is gone.
     pub gone: bool,
 }
@@ -156,11 +156,11 @@ impl Followed for Node {
         let translated = translate::node(self);
         news.refusals.extend(translated.refusals);
         news.changes.extend(translated.object.map(Change::Node));
+        let (networks, refusals) = translate::pod_cidrs(self);
+        news.refusals.extend(refusals);
+        news.changes.push(Change::PodCidrs(networks));
         let spec = self.spec.as_ref();
         let taints = spec.and_then(|s| s.taints.as_deref()).unwrap_or_default();
-        let pod_cidrs = spec
-            .and_then(|s| s.pod_cidrs.as_deref())
-            .unwrap_or_default();
         news.node = Some(NodeFacts {
             ineligible: if self.metadata.deletion_timestamp.is_some() {
                 Some("the Node is being deleted")
@@ -169,16 +169,15 @@ impl Followed for Node {
             } else {
                 None
             },
-            pod_cidrs: pod_cidrs.iter().filter_map(|c| c.parse().ok()).collect(),
             gone: false,
         });
     }
 
-    /// A Node that is gone is made again, or the machine ends: its addresses stay the last word.
+    /// A Node that is gone is made again, or the machine ends: its addresses and its pods' networks
+    /// stay the last word.
     fn tell_gone(_: ObjectName, news: &mut News) {
         news.node = Some(NodeFacts {
             ineligible: Some("the Node is gone"),
-            pod_cidrs: Vec::new(),
             gone: true,
         });
     }

@@ -26,7 +26,7 @@ use crate::api::{ApiEvent, Kind, News};
 use crate::cli::Drift;
 use crate::drains::Drains;
 use crate::events::{Finding, Reason};
-use crate::findings;
+use crate::findings::{self, NO_POD_CIDRS};
 use crate::hurry::Hurry;
 use crate::manifests::{Problem, Source};
 use crate::metrics::families_of;
@@ -70,6 +70,9 @@ impl Objects {
 
 /// How long to wait before the kernel is read again, when the last reading was not enough.
 const READ_AGAIN: Duration = Duration::from_secs(1);
+/// How long the first rules wait for the Node whose podCIDRs they are to name, so that a restart does not
+/// write them twice.
+const NODE_WAIT: Duration = Duration::from_secs(30);
 /// How long an op fails until there is an Event.
 const FAILS_LONG: Duration = Duration::from_secs(60);
 
@@ -176,6 +179,9 @@ impl<D: Dataplane> Controller<D> {
     /// Runs until [`Event::Stop`] or until nobody can send events any more.
     pub fn run(mut self, events: &Receiver<Event>) {
         self.settings.status.works();
+        if self.planner.awaits_pod_cidrs() {
+            self.settings.status.pod_cidrs(false);
+        }
         let started = || Finding::of_node(Reason::Starting, "ipvs-proxy started".to_owned());
         self.settings.find(started);
         self.set_sysctls();
@@ -238,10 +244,25 @@ impl<D: Dataplane> Controller<D> {
             }
         }
         self.settings.status.queued(&changes, Vec::new(), true);
-        changes
-            .into_iter()
-            .for_each(|change| self.planner.apply(change));
+        self.apply(changes);
         self.read_to_prune();
+    }
+
+    /// Takes in what the objects say.
+    fn apply(&mut self, changes: Vec<Change>) {
+        let told = self.planner.pod_cidrs().to_vec();
+        for change in changes {
+            // Addresses that a flag names are the last word.
+            let of_flag = !self.settings.follow_addresses && matches!(change, Change::Node(_));
+            if !of_flag {
+                self.planner.apply(change);
+            }
+        }
+        let pod_cidrs = self.planner.pod_cidrs();
+        if pod_cidrs != told {
+            info!(?pod_cidrs, "pods are told by the Node's podCIDRs");
+            self.settings.status.pod_cidrs(true);
+        }
     }
 
     /// Whether what nobody claims may go: all that could claim it has been listed.
@@ -281,21 +302,34 @@ impl<D: Dataplane> Controller<D> {
             warn!("{refusal}");
             self.settings.find(|| Finding::from(&refusal));
         }
+        if let Some((kind, objects)) = news.unread {
+            let resource = kind.resource();
+            if objects.is_empty() {
+                info!(resource, "all objects can be read again");
+            }
+            self.settings.status.unread(kind, objects);
+        }
         if let Some(facts) = &news.node {
             self.settings.status.node(facts);
         }
         let complete = self.objects.is_complete();
         let status = &self.settings.status;
         status.queued(&news.changes, news.triggers, complete);
-        news.changes
-            .into_iter()
-            .for_each(|change| self.planner.apply(change));
+        self.apply(news.changes);
         if let (Objects::Api(listed), Some(kind)) = (&mut self.objects, news.listed) {
             let first = listed.insert(kind);
+            let awaits_node = self.planner.awaits_pod_cidrs() && !listed.contains(&Kind::Node);
             self.settings.status.listed(kind);
             if first && kind != Kind::Node && self.objects.is_complete() {
                 info!("Services and EndpointSlices are listed");
                 self.settings.status.complete();
+                let wait = if awaits_node {
+                    NODE_WAIT
+                } else {
+                    Duration::ZERO
+                };
+                self.read_at = Some(Instant::now() + wait);
+            } else if first && self.objects.is_complete() && !self.adopted {
                 self.read_at = Some(Instant::now());
             }
         }
@@ -480,7 +514,12 @@ impl<D: Dataplane> Controller<D> {
                 self.settings.status.read(Ok(()));
                 self.settings.status.metrics.recount(&state);
                 self.planner.resync(state, self.pruned, now);
-                self.adopted = true;
+                if !std::mem::replace(&mut self.adopted, true) && self.planner.awaits_pod_cidrs() {
+                    match self.objects {
+                        Objects::Manifests(_) => error!("{NO_POD_CIDRS}"),
+                        Objects::Api(_) => warn!("{NO_POD_CIDRS}"),
+                    }
+                }
                 self.read_error = None;
                 self.read_at = None;
                 self.audit_at = now + self.settings.sync_period;

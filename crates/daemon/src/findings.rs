@@ -12,6 +12,10 @@ use tracing::{debug, info, warn};
 /// The most things of one kind that are told one by one at a time.
 const FEW: usize = 10;
 
+/// While pods are to be told by the Node's networks, and there are none.
+pub const NO_POD_CIDRS: &str = "detectLocalMode NodeCIDR: there is no Node of this name with spec.podCIDRs; \
+     until there is, only the node's own packets are masqueraded on their way to a ClusterIP";
+
 /// One thing that somebody else changed.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Finding {

@@ -382,7 +382,7 @@ impl Metrics {
                 slice.as_ref().map(|slice| slice.family),
             ),
             Change::Service(..) => (&self.service_changes, &self.service_changes_pending, None),
-            Change::Node(_) | Change::NodeAddresses(_) => return,
+            Change::Node(_) | Change::NodeAddresses(_) | Change::PodCidrs(_) => return,
         };
         let now = unix(SystemTime::now());
         for family in &self.families {

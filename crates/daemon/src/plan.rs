@@ -16,6 +16,7 @@ use serde_json::json;
 
 use crate::cli::{Output, Plan, Run};
 use crate::config;
+use crate::findings::NO_POD_CIDRS;
 use crate::inspect;
 use crate::manifests::{Problem, Source};
 
@@ -58,6 +59,9 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
     let whole = !found.iter().any(lost);
     let mut problems = loaded.warnings;
     problems.extend(found.iter().map(ToString::to_string));
+    if planner.awaits_pod_cidrs() {
+        problems.push(NO_POD_CIDRS.to_owned());
+    }
     problems.extend(planner.take_conflicts().iter().map(ToString::to_string));
     let live = flags
         .diff

@@ -170,12 +170,23 @@ impl Status {
         }
     }
 
+    /// Whether the Node's podCIDRs are known, by which pods are to be told.
+    pub fn pod_cidrs(&self, known: bool) {
+        self.health().pod_cidrs = Some((known, SystemTime::now()));
+    }
+
     /// What the own Node says.
     pub fn node(&self, facts: &NodeFacts) {
         let mut health = self.health();
         if health.ineligible.map(|(why, _)| why) != facts.ineligible {
             health.ineligible = facts.ineligible.map(|why| (why, SystemTime::now()));
         }
+    }
+
+    /// The objects of a kind whose last version can't be read, a line each.
+    pub fn unread(&self, kind: Kind, objects: Vec<String>) {
+        let unread = (!objects.is_empty()).then(|| (objects, SystemTime::now()));
+        self.health().api.entry(kind).or_default().unread = unread;
     }
 
     /// A kind was listed.

@@ -10,6 +10,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::{Duration, SystemTime};
 
+use ipnet::IpNet;
 use ipvs_proxy_core::model;
 use ipvs_proxy_netlink::{Family, Protocol};
 use k8s_openapi::api::core::v1::{Node, Service, ServiceSpec};
@@ -139,7 +140,9 @@ pub fn slice(slice: &EndpointSlice, node_name: &str) -> Translated<model::Slice>
     }
 }
 
-/// This node: its addresses of the types InternalIP and ExternalIP.
+/// This node: its addresses of the types InternalIP and ExternalIP. The first InternalIP of each
+/// family is a primary one, or the first ExternalIP where a family has no other
+/// (`GetNodeHostIPs` of Kubernetes).
 #[must_use]
 pub fn node(node: &Node) -> Translated<model::Node> {
     let name = object_name(&node.metadata);
@@ -149,21 +152,57 @@ pub fn node(node: &Node) -> Translated<model::Node> {
         .as_ref()
         .and_then(|status| status.addresses.as_deref());
     let mut addresses = BTreeSet::new();
-    let mut internal = Vec::new();
+    let (mut internal, mut external) = (Vec::new(), Vec::new());
     for (i, entry) in listed.unwrap_or_default().iter().enumerate() {
         if matches!(entry.type_.as_str(), "InternalIP" | "ExternalIP") {
             let field = || format!("status.addresses[{i}].address");
             let address = refusals.address(field, &entry.address);
             addresses.extend(address);
-            internal.extend(address.filter(|_| entry.type_ == "InternalIP"));
+            match entry.type_.as_str() {
+                "InternalIP" => internal.extend(address),
+                _ => external.extend(address),
+            }
         }
     }
+    internal.extend(external);
     let primary = model::Node::primary_of(&internal);
     Translated {
         name,
         object: Some(model::Node { addresses, primary }),
         refusals: refusals.list,
     }
+}
+
+/// The networks of a Node's pods (`spec.podCIDRs`), at most one for each family, and what of them
+/// can't be used. `spec.podCIDR` counts where there are none.
+#[must_use]
+pub fn pod_cidrs(node: &Node) -> (Vec<IpNet>, Vec<Refusal>) {
+    let name = object_name(&node.metadata);
+    let mut refusals = Refusals::new("Node", &name.name);
+    let spec = node.spec.as_ref();
+    let listed = spec.and_then(|spec| spec.pod_cidrs.as_deref());
+    let listed = listed.unwrap_or_default();
+    let texts = match listed {
+        [] => spec.map_or(&[][..], |spec| spec.pod_cidr.as_slice()),
+        listed => listed,
+    };
+    let mut networks: Vec<IpNet> = Vec::new();
+    for (i, text) in texts.iter().enumerate().filter(|(_, t)| !t.is_empty()) {
+        let field = || match listed {
+            [] => "spec.podCIDR".to_owned(),
+            _ => format!("spec.podCIDRs[{i}]"),
+        };
+        let family = |network: &IpNet| Family::of(network.addr());
+        match text.parse::<IpNet>() {
+            Ok(network) if networks.iter().any(|n| family(n) == family(&network)) => {
+                let reason = "is one too many; a Node has one network a family for its pods";
+                refusals.text(field(), text, reason);
+            }
+            Ok(network) => networks.push(network),
+            Err(_) => refusals.text(field(), text, "is not a network such as 10.244.1.0/24"),
+        }
+    }
+    (networks, refusals.list)
 }
 
 /// Reads an address as kube-proxy does (`netutils.ParseIPSloppy` of Kubernetes, Go's parser

@@ -212,4 +212,7 @@ pub enum Change {
     /// The addresses that this node's links have now. From the first time on they count instead
     /// of those of [`Change::Node`].
     NodeAddresses(BTreeSet<IpAddr>),
+    /// The networks of this node's pods (`spec.podCIDRs`), which count where the configuration says
+    /// so. None are no word: those told before stay.
+    PodCidrs(Vec<IpNet>),
 }

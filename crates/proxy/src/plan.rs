@@ -16,7 +16,8 @@ use crate::model::{Node, NodePortAddresses, Service, ServicePort, Slice};
 use crate::rules;
 use crate::state::{Key, Role, Set, State, Value};
 
-/// What shapes the kernel's state besides the objects. Fixed while the process runs.
+/// What shapes the kernel's state besides the objects. Fixed while the process runs, but for the
+/// networks of [`node_cidrs`](Self::node_cidrs).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// The families that are served.
@@ -25,6 +26,9 @@ pub struct Config {
     pub scheduler: Scheduler,
     /// The pods' networks: what comes from there keeps its address on the way to a ClusterIP.
     pub cluster_cidrs: Vec<IpNet>,
+    /// The pods' networks are those of this node's Node (`detectLocalMode: NodeCIDR`): none until
+    /// [`Change::PodCidrs`](crate::model::Change::PodCidrs) tells them.
+    pub node_cidrs: bool,
     /// The link by which pods' packets enter, instead of their networks: its name, or how the names of
     /// such links begin, with a `+` behind.
     pub pod_interface: Option<String>,
@@ -51,6 +55,7 @@ impl Default for Config {
             families: Family::ALL.to_vec(),
             scheduler: Scheduler::RoundRobin,
             cluster_cidrs: Vec::new(),
+            node_cidrs: false,
             pod_interface: None,
             masquerade_all: false,
             masquerade_bit: 14,

@@ -175,13 +175,20 @@ impl Planner {
         let touched = match change {
             Change::Service(name, service) => self.cluster.service(name, service),
             Change::Slice(name, slice) => self.cluster.slice(name, slice),
-            Change::Node(node) => self.change_node(match self.links_known {
-                true => Node {
-                    addresses: self.node.addresses.clone(),
-                    ..node
-                },
-                false => node,
-            }),
+            Change::Node(mut node) => {
+                if self.links_known {
+                    node.addresses.clone_from(&self.node.addresses);
+                }
+                // A Node that was made anew may get its addresses later.
+                if node.primary.is_empty() {
+                    node.primary.clone_from(&self.node.primary);
+                }
+                self.change_node(node)
+            }
+            Change::PodCidrs(networks) => {
+                self.change_pod_cidrs(networks);
+                BTreeSet::new()
+            }
             Change::NodeAddresses(addresses) => {
                 let known = !addresses.is_empty();
                 self.links_known |= known;
@@ -197,6 +204,32 @@ impl Planner {
             }
         };
         self.dirty.extend(touched);
+    }
+
+    /// Notes the networks of the node's pods, where they count: the rules that name them change.
+    fn change_pod_cidrs(&mut self, networks: Vec<IpNet>) {
+        let config = &mut self.config;
+        if !config.node_cidrs || networks.is_empty() || config.cluster_cidrs == networks {
+            return;
+        }
+        config.cluster_cidrs = networks;
+        self.base = plan::base(&self.config);
+        for family in self.config.families.clone() {
+            self.mark(Key::Rules(family), BASE);
+        }
+    }
+
+    /// The networks by which pods are told, empty where they are not, or not yet.
+    #[must_use]
+    pub fn pod_cidrs(&self) -> &[IpNet] {
+        &self.config.cluster_cidrs
+    }
+
+    /// Whether [`Change::PodCidrs`] is still to come: until then the rules are those of a node that
+    /// knows nothing of its pods' networks.
+    #[must_use]
+    pub fn awaits_pod_cidrs(&self) -> bool {
+        self.config.node_cidrs && self.config.cluster_cidrs.is_empty()
     }
 
     /// Notes the node; the Services that this touches. A node without addresses is one that we

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use common::{World, ip, rs, service, slice, vs};
 use ipvs_netlink::{Persistence, Scheduler};
-use ipvs_proxy_core::model::NodePortAddresses;
+use ipvs_proxy_core::model::{Change, NodePortAddresses};
 use ipvs_proxy_core::op::FailureKind;
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::state::{Key, Value};
@@ -1495,4 +1495,141 @@ fn in_this_order(rules: &[String], ends: &[&str]) {
         let found = rules[from..].iter().position(|rule| rule.ends_with(end));
         from += found.unwrap_or_else(|| panic!("{end} is not there, or too early: {rules:#?}")) + 1;
     }
+}
+
+fn pod_cidrs(networks: &[&str]) -> Change {
+    Change::PodCidrs(networks.iter().map(|net| net.parse().unwrap()).collect())
+}
+
+/// How the rules tell a packet on its way to a ClusterIP that is masqueraded, IPv4 and IPv6.
+fn masqueraded(w: &mut World) -> [String; 2] {
+    [V4, V6].map(|family| {
+        let rules = w.chain(family, Table::Nat, "KUBE-SERVICES");
+        let mark = |rule: &&String| rule.contains("-CLUSTER-IP ") && rule.ends_with("-MASQ");
+        let rule = rules.iter().find(mark).unwrap();
+        rule.replace("-m set --match-set ", "")
+            .replace(" -j KUBE-MARK-MASQ", "")
+    })
+}
+
+const VIP: [&str; 2] = ["bound: 10.20.30.41", "KUBE-CLUSTER-IP: 10.20.30.41,tcp:80"];
+const NOBODY_KNOWN: [&str; 2] = ["KUBE-CLUSTER-IP src,dst", "KUBE-6-CLUSTER-IP src,dst"];
+
+#[test]
+fn pods_are_told_by_the_networks_of_the_node_as_these_come() {
+    let config = Config {
+        node_cidrs: true,
+        ..Config::default()
+    };
+    let mut w = World::with(config);
+    w.put(service("svc1").cluster_ip("10.20.30.41").tcp(80));
+    w.put(slice("svc1").tcp(80).endpoint("10.180.0.1"));
+    // Without them all is served, as if nobody told pods from others.
+    assert!(w.planner.awaits_pod_cidrs());
+    w.holds(&["10.20.30.41:80/tcp -> 10.180.0.1:80", VIP[0], VIP[1]]);
+    assert_eq!(masqueraded(&mut w), NOBODY_KNOWN);
+    w.ops();
+    w.put(pod_cidrs(&["10.180.0.0/24", "fd00:180::/64"]));
+    assert!(!w.planner.awaits_pod_cidrs());
+    let rules = ["update iptables rules", "update ip6tables rules"];
+    assert_eq!(w.ops(), rules, "nothing but the rules");
+    let by_both = [
+        "! -s 10.180.0.0/24 KUBE-CLUSTER-IP dst,dst",
+        "! -s fd00:180::/64 KUBE-6-CLUSTER-IP dst,dst",
+    ];
+    assert_eq!(masqueraded(&mut w), by_both);
+    // The same again, and a Node that was made anew and has none yet.
+    for known in [&["10.180.0.0/24", "fd00:180::/64"][..], &[]] {
+        w.put(pod_cidrs(known));
+        assert_eq!(w.ops(), NOTHING);
+    }
+    // A restart that is told all before it reads the kernel writes nothing.
+    w.restart();
+    assert_eq!(w.ops(), NOTHING);
+    // Others: only the rules of the family that they change.
+    w.put(pod_cidrs(&["10.180.7.0/24", "fd00:180::/64"]));
+    assert_eq!(w.ops(), ["update iptables rules"]);
+    assert_eq!(
+        masqueraded(&mut w)[0],
+        "! -s 10.180.7.0/24 KUBE-CLUSTER-IP dst,dst"
+    );
+    // One family is left without.
+    w.put(pod_cidrs(&["10.180.7.0/24"]));
+    assert_eq!(w.ops(), ["update ip6tables rules"]);
+    assert_eq!(masqueraded(&mut w)[1], NOBODY_KNOWN[1]);
+}
+
+#[test]
+fn the_networks_of_the_node_count_only_where_they_are_asked_for() {
+    let mut w = World::with(Config {
+        cluster_cidrs: vec!["10.180.0.0/16".parse().unwrap()],
+        ..Config::default()
+    });
+    let before = masqueraded(&mut w);
+    w.ops();
+    w.put(pod_cidrs(&["10.180.7.0/24"]));
+    assert!(!w.planner.awaits_pod_cidrs());
+    assert_eq!(w.ops(), NOTHING);
+    assert_eq!(masqueraded(&mut w), before);
+}
+
+#[test]
+fn rules_that_cannot_be_changed_hold_up_no_service() {
+    let mut w = World::with(Config {
+        node_cidrs: true,
+        ..Config::default()
+    });
+    w.settle();
+    w.kernel.refuse.insert(Key::Rules(V4), FailureKind::Busy);
+    w.put(pod_cidrs(&["10.180.0.0/24"]));
+    w.put(service("svc1").cluster_ip("10.20.30.41").tcp(80));
+    w.put(slice("svc1").tcp(80).endpoint("10.180.0.1"));
+    w.settle();
+    assert!(
+        w.planner
+            .holds(&Key::VirtualServer(vs("10.20.30.41:80/tcp")))
+    );
+    w.kernel.refuse.clear();
+    w.pass(Duration::from_secs(2));
+    w.holds(&["10.20.30.41:80/tcp -> 10.180.0.1:80", VIP[0], VIP[1]]);
+}
+
+#[test]
+fn a_node_without_addresses_keeps_its_primary_ones() {
+    let mut w = World::with(Config {
+        node_port_addresses: NodePortAddresses {
+            primary: true,
+            ..NodePortAddresses::default()
+        },
+        ..Config::default()
+    });
+    let addresses = ["100.101.102.103", "100.101.102.104", "2001:db8::1"];
+    w.links(&addresses);
+    w.put(
+        service("svc1")
+            .cluster_ip("10.20.30.41")
+            .tcp(80)
+            .node_port(3001),
+    );
+    w.node(&["100.101.102.103", "2001:db8::1"]);
+    let with_node_port = [
+        "10.20.30.41:80/tcp ->",
+        "100.101.102.103:3001/tcp ->",
+        "KUBE-NODE-PORT-TCP: 3001",
+        VIP[0],
+        VIP[1],
+    ];
+    w.holds(&with_node_port);
+    w.ops();
+    w.node(&[]);
+    assert_eq!(
+        w.ops(),
+        NOTHING,
+        "a Node made anew gets its addresses later"
+    );
+    w.node(&["100.101.102.104"]);
+    w.holds(&with_node_port.map(|line| match line {
+        "100.101.102.103:3001/tcp ->" => "100.101.102.104:3001/tcp ->",
+        line => line,
+    }));
 }

@@ -152,8 +152,9 @@ impl Access {
         let servers = ipvs.real_servers(key).ok()?;
         servers.is_empty().then(|| {
             format!(
-                "{server} is the API server's ClusterIP, which this proxy has yet to program on this node: \
-                 name the server's own address by --kubeconfig or --master"
+                "{server} (KUBERNETES_SERVICE_HOST) is no virtual server of this node; where it is the API server's \
+                 ClusterIP, this proxy has yet to make that of what the API server says: name the server's own \
+                 address by --master or --kubeconfig"
             )
         })
     }

@@ -3,11 +3,11 @@
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::error::Error as _;
+use std::io::ErrorKind;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant, SystemTime};
 
 use futures::StreamExt as _;
-use ipvs_proxy_core::model::ObjectName;
 use k8s_openapi::api::core::v1::{Node, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::api::{ListParams, WatchEvent, WatchParams};
@@ -15,9 +15,10 @@ use kube::{Api, Client};
 use tracing::info;
 
 use super::sent::Sent;
+use super::told::Told;
 use super::{Access, ApiEvent, Followed, Kind, News};
 use crate::controller::Event;
-use crate::translate::{self, Refusal};
+use crate::translate;
 
 /// kube-proxy's own selection, made by the server.
 const SELECTOR: &str = "!service.kubernetes.io/service-proxy-name,!service.kubernetes.io/headless";
@@ -79,12 +80,12 @@ async fn changed(access: &Access, fingerprint: u64) {
     }
 }
 
-/// The names of what was told and not told gone, so that what vanished unseen is told gone by the next list.
+/// What was told of each kind, so that what vanished unseen is told gone by the next list.
 #[derive(Debug, Default)]
 struct Known {
-    services: BTreeSet<ObjectName>,
-    slices: BTreeSet<ObjectName>,
-    node: BTreeSet<ObjectName>,
+    services: Told,
+    slices: Told,
+    node: Told,
     /// The latest change of an endpoint that was told.
     latest: Cell<Option<SystemTime>>,
 }
@@ -151,13 +152,13 @@ struct Follower<'a> {
 }
 
 impl Follower<'_> {
-    async fn run<K: Followed>(self, known: &mut BTreeSet<ObjectName>) -> Ended {
+    async fn run<K: Followed>(self, told: &mut Told) -> Ended {
         let api = Api::<Sent<K>>::all(self.client.clone());
         let mut version = None;
         let mut failures = 0;
         loop {
             let started = Instant::now();
-            let error = match self.once(&api, known, &mut version, &mut failures).await {
+            let error = match self.once(&api, told, &mut version, &mut failures).await {
                 Ok(()) => {
                     // A server that ends each watch at once is not asked as fast as it answers.
                     if started.elapsed() < SHORT {
@@ -192,13 +193,13 @@ impl Follower<'_> {
     async fn once<K: Followed>(
         &self,
         api: &Api<Sent<K>>,
-        known: &mut BTreeSet<ObjectName>,
+        told: &mut Told,
         version: &mut Option<String>,
         failures: &mut u32,
     ) -> Result<(), Stop> {
         let from = match version.take() {
             Some(version) => version,
-            None => self.list(api, known).await?,
+            None => self.list(api, told).await?,
         };
         let mut params = WatchParams::default().timeout(WATCH_S);
         params.label_selector.clone_from(&self.labels);
@@ -220,14 +221,12 @@ impl Follower<'_> {
                         continue;
                     }
                     Ok(WatchEvent::Added(object) | WatchEvent::Modified(object)) => {
-                        known.insert(translate::object_name(&object.metadata));
-                        self.read(&object, &mut news);
+                        told.put(&object, self.node_name, &mut news);
                         object
                     }
                     Ok(WatchEvent::Deleted(object)) => {
                         let name = translate::object_name(&object.metadata);
-                        known.remove(&name);
-                        K::tell_gone(name, &mut news);
+                        told.remove::<K>(name, &mut news);
                         object
                     }
                     Ok(WatchEvent::Error(status)) => {
@@ -252,57 +251,30 @@ impl Follower<'_> {
     }
 
     /// Tells all objects of the kind, and those gone that were known and are not listed; the version of the list.
-    async fn list<K: Followed>(
-        &self,
-        api: &Api<Sent<K>>,
-        known: &mut BTreeSet<ObjectName>,
-    ) -> Result<String, Stop> {
+    async fn list<K: Followed>(&self, api: &Api<Sent<K>>, told: &mut Told) -> Result<String, Stop> {
         let mut params = ListParams::default().limit(PAGE);
         params.label_selector.clone_from(&self.labels);
         params.field_selector.clone_from(&self.fields);
         let mut listed = BTreeSet::new();
         // A list tells again what was told; only what happened since is news.
-        let told = self.latest.get();
+        let latest = self.latest.get();
         loop {
             let page = api.list(&params).await?;
             let mut news = News::default();
             for object in &page.items {
-                let name = translate::object_name(&object.metadata);
-                known.insert(name.clone());
-                listed.insert(name);
-                self.read(object, &mut news);
+                listed.insert(translate::object_name(&object.metadata));
+                told.put(object, self.node_name, &mut news);
             }
-            news.triggers.retain(|(_, at)| Some(*at) > told);
+            news.triggers.retain(|(_, at)| Some(*at) > latest);
             let next = page.metadata.continue_.filter(|token| !token.is_empty());
             if next.is_none() {
-                let gone: Vec<_> = known.difference(&listed).cloned().collect();
-                for name in gone {
-                    known.remove(&name);
-                    K::tell_gone(name, &mut news);
-                }
+                told.retain::<K>(&listed, &mut news);
                 news.listed = Some(K::KIND);
             }
             self.tell_news(news)?;
             match next {
                 Some(token) => params.continue_token = Some(token),
                 None => return Ok(page.metadata.resource_version.unwrap_or_default()),
-            }
-        }
-    }
-
-    /// Adds what an object says; nothing of it counts when it can't be read.
-    fn read<K: Followed>(&self, sent: &Sent<K>, news: &mut News) {
-        match &sent.object {
-            Ok(object) => object.tell(self.node_name, news),
-            Err((field, error)) => {
-                let name = translate::object_name(&sent.metadata);
-                news.refusals.push(Refusal {
-                    object: format!("{} {name}", K::kind(&())),
-                    field: field.clone(),
-                    value: error.clone(),
-                    reason: "so nothing of the object is used".to_owned(),
-                });
-                K::tell_gone(name, news);
             }
         }
     }
@@ -324,17 +296,21 @@ impl Follower<'_> {
             return format!("{} ({})", status.message, status.code);
         }
         let mut text = error.to_string();
+        let mut unreachable = false;
         let mut source = error.source();
         while let Some(cause) = source {
             let cause_text = cause.to_string();
             if !text.contains(&cause_text) {
                 text = format!("{text}: {cause_text}");
             }
+            // What answers, but not as it should, is no question of the way.
+            let failure = cause.downcast_ref::<std::io::Error>();
+            unreachable |= failure.is_some_and(|e| e.kind() != ErrorKind::InvalidData);
             source = cause.source();
         }
         match self.access.hint() {
-            Some(hint) => format!("{text}; {hint}"),
-            None => text,
+            Some(hint) if unreachable => format!("{text}; {hint}"),
+            _ => text,
         }
     }
 }

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Resource;
-use serde::de::{DeserializeOwned, Error as _};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
@@ -24,8 +24,16 @@ impl<'de, K: DeserializeOwned> Deserialize<'de> for Sent<K> {
             status.remove("conditions");
         }
         let metadata = value.get("metadata").cloned().unwrap_or_default();
+        let word = |name: &str| Some(metadata.get(name)?.as_str()?.to_owned());
+        // What names the object, where the rest can't be read.
+        let name = ObjectMeta {
+            name: word("name"),
+            namespace: word("namespace"),
+            resource_version: word("resourceVersion"),
+            ..ObjectMeta::default()
+        };
         Ok(Sent {
-            metadata: serde_json::from_value(metadata).map_err(D::Error::custom)?,
+            metadata: serde_json::from_value(metadata).unwrap_or(name),
             object: serde_path_to_error::deserialize(value)
                 .map_err(|error| (error.path().to_string(), error.inner().to_string())),
         })
@@ -95,5 +103,16 @@ mod tests {
         let (field, error) = sent.object.unwrap_err();
         assert_eq!(field, "spec.ports");
         assert!(error.contains("invalid type: integer `5`"), "{error}");
+        let sent = modified(
+            r#"{"metadata": {"name": "s", "namespace": "n", "resourceVersion": "7", "labels": 5}}"#,
+        );
+        let metadata = &sent.metadata;
+        let words = [
+            &metadata.namespace,
+            &metadata.name,
+            &metadata.resource_version,
+        ];
+        assert_eq!(words.map(|word| word.as_deref().unwrap()), ["n", "s", "7"]);
+        assert_eq!(sent.object.unwrap_err().0, "metadata.labels");
     }
 }

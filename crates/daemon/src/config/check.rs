@@ -414,9 +414,15 @@ impl Check {
                 &format!("{:?} must be an IP address", c.bind_address),
             );
         }
+        let cluster_cidrs = self.cluster_cidrs(&c.cluster_cidr);
+        let node_cidrs = c.detect_local_mode == "NodeCIDR";
         Config {
             scheduler,
-            cluster_cidrs: self.cluster_cidrs(&c.cluster_cidr),
+            cluster_cidrs: match node_cidrs {
+                true => Vec::new(),
+                false => cluster_cidrs,
+            },
+            node_cidrs,
             pod_interface: self.pod_interface(c),
             masquerade_all: c.iptables.masquerade_all,
             masquerade_bit: u8::try_from(bit).unwrap_or(0),
@@ -453,12 +459,7 @@ impl Check {
     fn pod_interface(&mut self, c: &Configuration) -> Option<String> {
         let detect = &c.detect_local;
         let (path, name, end) = match &*c.detect_local_mode {
-            "ClusterCIDR" => return None,
-            "NodeCIDR" => {
-                let text = "NodeCIDR is not honoured yet: pods are told by clusterCIDR";
-                self.warn("detectLocalMode", text);
-                return None;
-            }
+            "ClusterCIDR" | "NodeCIDR" => return None,
             "BridgeInterface" => ("detectLocal.bridgeInterface", &detect.bridge_interface, ""),
             "InterfaceNamePrefix" => {
                 let path = "detectLocal.interfaceNamePrefix";

@@ -327,6 +327,21 @@ fn fields_and_flags() {
         assert_eq!(file.settings, of_flags.settings);
         assert!(said(&file.settings).contains(seen), "{file:?}");
     }
+    // The Node's networks go before those of the cluster.
+    let of_node = both(
+        &format!("{HEAD}detectLocalMode: NodeCIDR\nclusterCIDR: 10.244.0.0/16"),
+        &[],
+    )
+    .unwrap();
+    assert_eq!(of_node.warnings, [""; 0]);
+    assert_eq!(
+        of_node.settings,
+        of_flags(&["--detect-local-mode=NodeCIDR"])
+            .unwrap()
+            .settings
+    );
+    assert!(of_node.settings.config.node_cidrs);
+    assert_eq!(of_node.settings.config.cluster_cidrs, []);
     let six = of_flags(&["--bind-address=::"]).unwrap().settings;
     assert_eq!(six.healthz_bind_address, "[::]:10256".parse().ok());
     assert_eq!(six.metrics_bind_address, "[::1]:10249".parse().ok());

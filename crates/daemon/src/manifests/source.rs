@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use ipnet::IpNet;
 use ipvs_proxy_core::model::{self, Change, ObjectName};
 
 use super::{Busy, ManifestError, Object, Placed, parse, printable, text_of};
@@ -136,7 +137,8 @@ impl fmt::Display for Key {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Value {
-    Node(Arc<model::Node>),
+    /// The node, and the networks of its pods.
+    Node(Arc<(model::Node, Vec<IpNet>)>),
     Service(Arc<model::Service>),
     Slice(Arc<model::Slice>),
     /// Left out or refused whole. It still counts against the same object in an earlier file.
@@ -179,7 +181,7 @@ impl Source {
     /// The manifests at `paths`; `-` is standard input, read once. Nothing is read yet.
     ///
     /// `node_name` says which endpoints are local. With `node_addresses`, the Node of that name
-    /// says the node's addresses.
+    /// says the node's addresses; it always says its pods' networks.
     #[must_use]
     pub fn new(paths: Vec<PathBuf>, node_name: &str, node_addresses: bool) -> Source {
         Source {
@@ -208,7 +210,8 @@ impl Source {
     }
 
     /// Reads what changed since the last time. Returns the changes of objects, and the problems
-    /// that are new. A Node that is gone is no change: its addresses stay the last word.
+    /// that are new. A Node that is gone is no change: its addresses and its pods' networks stay the
+    /// last word.
     pub fn rescan(&mut self) -> (Vec<Change>, Vec<Problem>) {
         let mut scan = Scan {
             problems: Vec::new(),
@@ -357,12 +360,18 @@ impl Source {
                 }
                 Object::Node(node) => {
                     let ours = node.metadata.name.as_deref() == Some(&*self.node_name);
-                    if !(ours && self.node_addresses) {
+                    if !ours {
                         continue;
                     }
-                    let t = translate::node(&node);
-                    let value = t.object.map_or(Value::Nothing, |o| Value::Node(o.into()));
-                    (Key::Node, value, t.refusals)
+                    let mut t = translate::node(&node);
+                    if !self.node_addresses {
+                        t.object = Some(model::Node::default());
+                        t.refusals.clear();
+                    }
+                    let (networks, refused) = translate::pod_cidrs(&node);
+                    t.refusals.extend(refused);
+                    let word = t.object.map(|node| Value::Node((node, networks).into()));
+                    (Key::Node, word.unwrap_or(Value::Nothing), t.refusals)
                 }
             };
             let known = self.files.get(key).map(|file| &file.refusals);
@@ -466,7 +475,11 @@ impl Source {
                 }
                 (Key::Slice(name), _) => changes.push(Change::Slice(name, None)),
                 (Key::Node, Value::Node(node)) => {
-                    changes.push(Change::Node(model::Node::clone(&node)));
+                    let (node, networks) = &*node;
+                    let node = self.node_addresses.then(|| Change::Node(node.clone()));
+                    let some = Some(networks).filter(|networks| !networks.is_empty());
+                    changes.extend(node);
+                    changes.extend(some.cloned().map(Change::PodCidrs));
                 }
                 (Key::Node, _) => {}
             }

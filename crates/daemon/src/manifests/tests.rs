@@ -285,6 +285,7 @@ fn outcome(source: &mut Source) -> (Vec<String>, Vec<String>) {
         Change::Slice(name, Some(slice)) => format!("+{} {}", name.name, slice.endpoints.len()),
         Change::Slice(name, None) => format!("-{}", name.name),
         Change::Node(node) => format!("node {}", node.addresses.len()),
+        Change::PodCidrs(networks) => format!("pods {networks:?}"),
         Change::NodeAddresses(_) => panic!("no manifest tells of links"),
     });
     (
@@ -528,6 +529,21 @@ fn slices_and_the_own_node() {
     assert_eq!(outcome(&mut source), (vec![], vec![]));
     dir.write("n.yaml", &node("n1", "10.0.0.1"));
     let mut source = Source::new(vec![dir.path("n.yaml")], "n1", false);
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    // Its pods' networks count either way, and stay when they are taken out.
+    let networks = node("n1", "10.0.0.1").replace(
+        "\nstatus",
+        "\nspec: {podCIDRs: [10.2.1.0/24, 'fd00:2::/64']}\nstatus",
+    );
+    dir.write("n.yaml", &networks);
+    let pods = "pods [10.2.1.0/24, fd00:2::/64]".to_owned();
+    assert_eq!(outcome(&mut source), (vec![pods.clone()], vec![]));
+    let mut both = Source::new(vec![dir.path("n.yaml")], "n1", true);
+    assert_eq!(
+        outcome(&mut both),
+        (vec!["node 1".to_owned(), pods], vec![])
+    );
+    dir.write("n.yaml", &node("n1", "10.0.0.1"));
     assert_eq!(outcome(&mut source), (vec![], vec![]));
 }
 

@@ -7,6 +7,10 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
 use crate::api::Kind;
+use crate::findings::NO_POD_CIDRS;
+
+/// The most objects that are named of those that can't be read.
+const FEW: usize = 3;
 
 /// A moment, on both clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +54,8 @@ pub struct Followed {
     pub listed: Option<SystemTime>,
     /// Since when it can't be followed, and why.
     pub failing: Option<(Moment, String)>,
+    /// The objects whose last version can't be read, a line each, and when that was found.
+    pub unread: Option<(Vec<String>, SystemTime)>,
 }
 
 /// How long the loop may be at one thing. Where others hold the lock of iptables, it waits 10 s at a time.
@@ -80,6 +86,9 @@ pub struct Health {
     pub sysctls: Option<(BTreeSet<String>, SystemTime)>,
     /// Why load balancers should send the node nothing new, and since when.
     pub ineligible: Option<(&'static str, SystemTime)>,
+    /// Where pods are to be told by the Node's podCIDRs: whether these are known, and since when they are
+    /// or are not.
+    pub pod_cidrs: Option<(bool, SystemTime)>,
     /// Each kind at the API server; empty where objects come from manifests.
     pub api: BTreeMap<Kind, Followed>,
 }
@@ -111,6 +120,7 @@ impl Health {
             unread: None,
             sysctls: None,
             ineligible: None,
+            pod_cidrs: None,
             api: BTreeMap::new(),
         }
     }
@@ -192,16 +202,30 @@ impl Health {
             .clone()
             .map(|(all, since)| (all.into_iter().collect::<Vec<_>>().join("; "), since));
         add("sysctls", &[], sysctls, started);
+        if let Some((known, since)) = self.pod_cidrs {
+            let fault = (!known).then(|| (NO_POD_CIDRS.to_owned(), since));
+            add("pod-cidrs", &[], fault, since);
+        }
         for (kind, followed) in &self.api {
             let name = match kind {
                 Kind::Services => "api-services",
                 Kind::EndpointSlices => "api-endpointslices",
                 Kind::Node => "api-node",
             };
-            let fault = match (&followed.failing, followed.listed) {
-                (Some((since, why)), _) => Some((why.clone(), since.wall)),
-                (None, None) => Some(("not listed yet".to_owned(), started)),
-                (None, Some(_)) => None,
+            let fault = match (&followed.failing, followed.listed, &followed.unread) {
+                (Some((since, why)), ..) => Some((why.clone(), since.wall)),
+                (None, None, _) => Some(("not listed yet".to_owned(), started)),
+                (None, Some(_), Some((objects, since))) => {
+                    let few = objects
+                        .iter()
+                        .take(FEW)
+                        .cloned()
+                        .collect::<Vec<_>>()
+                        .join("; ");
+                    let number = objects.len();
+                    Some((format!("{number} can't be read: {few}"), *since))
+                }
+                (None, Some(_), None) => None,
             };
             add(name, &[], fault, followed.listed.unwrap_or(started));
         }

@@ -123,6 +123,12 @@ fn codes_by_state() {
     );
     assert!(server.verbose().contains("[~]kernel-read failed since "));
     assert!(server.verbose().contains("[~]sysctls failed since "));
+    assert!(!server.verbose().contains("pod-cidrs"));
+    status.pod_cidrs(false);
+    assert_eq!(server.codes(), [200, 200, 200], "no podCIDRs yet");
+    assert!(server.verbose().contains("[~]pod-cidrs failed since "));
+    status.pod_cidrs(true);
+    assert!(server.verbose().contains("[+]pod-cidrs ok since "));
 
     status.works();
     assert_eq!(server.codes(), [200, 200, 200], "the loop works");
@@ -188,6 +194,13 @@ fn an_outage_of_the_api_server_is_shown_and_decides_nothing() {
     assert!(!up("services") && up("nodes"));
     status.followed(Kind::Services, Ok(()));
     assert!(server.verbose().contains("[+]api-services ok since ") && up("services"));
+    let objects = ["a: x", "b: y", "c", "d"].map(str::to_owned);
+    status.unread(Kind::Services, objects.to_vec());
+    let unread = ": 4 can't be read: a: x; b: y; c\n";
+    assert!(server.verbose().contains(unread) && up("services"));
+    assert_eq!(server.codes(), [200, 200, 200]);
+    status.unread(Kind::Services, Vec::new());
+    assert!(server.verbose().contains("[+]api-services ok since "));
 }
 
 #[test]

@@ -658,6 +658,58 @@ status:
     );
 }
 
+#[test]
+fn the_primary_addresses_of_the_node() {
+    let primary = |addresses: &str| {
+        let text = format!("metadata: {{name: n1}}\nstatus: {{addresses: [{addresses}]}}");
+        let primary = node(&object::<Node>(&text)).object.unwrap().primary;
+        primary.iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        primary(
+            "{type: ExternalIP, address: 203.0.113.9}, {type: InternalIP, address: 'fd00::1'},
+             {type: InternalIP, address: 10.0.0.1}, {type: InternalIP, address: 10.0.0.2}"
+        ),
+        ["10.0.0.1", "fd00::1"]
+    );
+    assert_eq!(
+        primary(
+            "{type: ExternalIP, address: 'fd00::9'}, {type: InternalIP, address: 10.0.0.1},
+             {type: Hostname, address: n1}"
+        ),
+        ["10.0.0.1", "fd00::9"]
+    );
+}
+
+#[test]
+fn the_networks_of_the_nodes_pods() {
+    let of = |spec: &str| {
+        let text = format!("metadata: {{name: n1}}\nspec: {{{spec}}}");
+        let (networks, refusals) = pod_cidrs(&object::<Node>(&text));
+        let refusals: Vec<String> = refusals.iter().map(ToString::to_string).collect();
+        (format!("{networks:?}"), refusals.join("\n"))
+    };
+    let taken = |networks: &str| (networks.to_owned(), String::new());
+    assert_eq!(of(""), taken("[]"));
+    assert_eq!(of("podCIDR: '', podCIDRs: []"), taken("[]"));
+    assert_eq!(of("podCIDR: 10.244.1.0/24"), taken("[10.244.1.0/24]"));
+    let both = of("podCIDR: 10.244.1.0/24, podCIDRs: [10.244.1.0/24, 'fd00:1::/64']");
+    assert_eq!(both, taken("[10.244.1.0/24, fd00:1::/64]"));
+    let (networks, refusals) = of("podCIDRs: [10.244.1.0/33, 10.244.2.0/24, 10.244.3.0/24]");
+    assert_eq!(networks, "[10.244.2.0/24]");
+    assert_eq!(
+        refusals,
+        "Node n1: spec.podCIDRs[0]: \"10.244.1.0/33\" is not a network such as 10.244.1.0/24\n\
+         Node n1: spec.podCIDRs[2]: \"10.244.3.0/24\" is one too many; a Node has one network a \
+         family for its pods"
+    );
+    let (_, refusals) = of("podCIDR: x");
+    assert!(
+        refusals.starts_with("Node n1: spec.podCIDR: \"x\" is not"),
+        "{refusals}"
+    );
+}
+
 proptest! {
     #[test]
     fn any_canonical_address_is_itself(bits: u128, v4: u32) {

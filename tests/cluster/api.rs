@@ -148,7 +148,7 @@ fn a_node_goes_and_comes_back() {
 }
 
 /// The codes of /healthz and /livez.
-fn health(cluster: &Cluster) -> String {
+pub(crate) fn health(cluster: &Cluster) -> String {
     let script = "for path in healthz livez; do \
         curl -s -o /dev/null -w '%{http_code} ' http://127.0.0.1:10256/$path; done";
     cluster.node.run(script).trim().to_owned()

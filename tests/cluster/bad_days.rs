@@ -5,7 +5,7 @@ use std::time::Duration;
 use nix::sys::signal::Signal;
 use tests::daemon::{wait_until, wait_up_to};
 
-use crate::api::start;
+use crate::api::{health, start};
 use crate::cluster::{Cluster, collection, slice, with};
 use crate::faults::{Faults, Mode};
 use crate::node::pod_address;
@@ -84,6 +84,7 @@ fn the_kernel_stays_and_recovers_by_itself() {
                 cluster.node.ask("pod3", "10.96.0.80").starts_with("pod"),
                 "{mode:?}"
             );
+            assert_eq!(health(cluster), "200 200", "{mode:?}: it is not ours");
             faults.set(Mode::Pass);
             let now = served(u8::try_from(number).unwrap() % 2 + 1);
             wait_up_to(Duration::from_secs(60), "it catches up", || {

@@ -7,6 +7,7 @@
 #[path = "../kernel/iptables.rs"]
 mod iptables;
 mod notices;
+mod privilege;
 #[path = "../kernel/rules.rs"]
 mod rules;
 

@@ -17,9 +17,8 @@ fn net_admin_and_net_raw_are_enough() {
         let rules = rules(&Config::default(), family);
         let present = || node.enter(|| tools().present(&rules).unwrap());
         node.enter(|| {
-            let create = Set::all(family)
-                .into_iter()
-                .map(|set| Change::Create(SetSpec::new(set.name(), set.kind())));
+            let create =
+                Set::all(family).map(|set| Change::Create(SetSpec::new(set.name(), set.kind())));
             let create: Vec<_> = create.collect();
             let created = Client::open().unwrap().change(&create);
             created.into_iter().for_each(|result| result.unwrap());

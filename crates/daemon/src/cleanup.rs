@@ -11,6 +11,7 @@ use ipvs_proxy_netlink::Family;
 
 use crate::cli::Cleanup;
 use crate::place::Place;
+use crate::say;
 
 /// Removes what is ours, but for virtual servers in excluded networks; how many things that were. What can't be removed is told on stderr, a
 /// line each, and stops nothing else.
@@ -26,7 +27,7 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
         Ok(found) => removed += usize::from(found),
         Err(error) => {
             left += 1;
-            eprintln!("ipvs-proxy: remove set {GROWING}: {error}");
+            say(format_args!("ipvs-proxy: remove set {GROWING}: {error}"));
         }
     }
     planner.resync(kernel.read_whatever()?, true, Instant::now());
@@ -42,7 +43,7 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
                 Outcome::Done => removed += 1,
                 Outcome::Failed(failure) => {
                     left += 1;
-                    eprintln!("ipvs-proxy: {op}: {failure}");
+                    say(format_args!("ipvs-proxy: {op}: {failure}"));
                 }
             }
         }
@@ -50,7 +51,7 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
     }
     for held in kernel.held_chains()? {
         left += 1;
-        eprintln!("ipvs-proxy: {held}");
+        say(format_args!("ipvs-proxy: {held}"));
     }
     match left {
         0 => Ok(removed),

@@ -1,7 +1,7 @@
 //! The command line. Names and meanings of flags are kube-proxy's where it has them.
 
 use std::ffi::OsString;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use clap::{Arg, ArgMatches, Args, FromArgMatches, Parser, Subcommand, ValueEnum};
@@ -382,13 +382,21 @@ impl Run {
             &mut conntrack.tcp_be_liberal,
             &self.conntrack_tcp_be_liberal,
         );
-        for (address, flag) in [
-            (&mut c.healthz_bind_address, &self.healthz_bind_address),
-            (&mut c.metrics_bind_address, &self.metrics_bind_address),
+        for (address, flag, port) in [
+            (
+                &mut c.healthz_bind_address,
+                &self.healthz_bind_address,
+                self.healthz_port,
+            ),
+            (
+                &mut c.metrics_bind_address,
+                &self.metrics_bind_address,
+                self.metrics_port,
+            ),
         ] {
             set(address, flag);
             // In a file the empty address is the default; only port 0 says that there is no server.
-            if flag.as_deref() == Some("") {
+            if flag.as_deref() == Some("") || port == Some(0) {
                 "0.0.0.0:0".clone_into(address);
             }
         }
@@ -397,19 +405,6 @@ impl Run {
         set(&mut c.logging.format, &self.log_format);
         set(&mut c.logging.verbosity, &self.v);
         self.others.overlay(c);
-    }
-
-    /// Lets the flags of ports go before the addresses of the servers.
-    pub(crate) fn overlay_ports(&self, c: &mut Configuration) {
-        for (address, flag) in [
-            (&mut c.healthz_bind_address, self.healthz_port),
-            (&mut c.metrics_bind_address, self.metrics_port),
-        ] {
-            if let (Ok(mut changed), Some(port)) = (address.parse::<SocketAddr>(), flag) {
-                changed.set_port(port);
-                *address = changed.to_string();
-            }
-        }
     }
 
     /// The flags that have no effect and no field, a line each.

@@ -177,7 +177,7 @@ pub fn load(flags: &Run) -> Result<Loaded, Vec<String>> {
         return resolve(flags, None);
     };
     let name = path.display().to_string();
-    match fs::read_to_string(path) {
+    match crate::manifests::read_text_file(path) {
         Ok(text) => resolve(flags, Some((&name, &text))),
         Err(error) => Err(vec![format!("{name}: can't be read: {error}")]),
     }
@@ -196,9 +196,16 @@ pub fn resolve(flags: &Run, file: Option<(&str, &str)>) -> Result<Loaded, Vec<St
             (read, warnings.into_iter().map(named).collect())
         }
     };
+    let of_file = configuration.ipvs.scheduler.clone();
     flags.overlay(&mut configuration);
-    configuration.fill_addresses();
-    flags.overlay_ports(&mut configuration);
+    let scheduler = &configuration.ipvs.scheduler;
+    // The manifests name a scheduler, and the file may be kube-proxy's own.
+    if !of_file.is_empty() && of_file != *scheduler {
+        warnings.push(format!(
+            "ipvs.scheduler: {of_file:?} of the file gives way to --scheduler={scheduler}"
+        ));
+    }
+    configuration.fill_addresses(flags.healthz_port, flags.metrics_port);
     let (settings, more) = check::check(&mut configuration, flags)?;
     warnings.extend(flags.no_effect());
     warnings.extend(more);

@@ -45,3 +45,9 @@ pub mod plan;
 pub mod run;
 pub mod serve;
 pub mod translate;
+
+/// Writes a line to stderr. That nobody can read it is no reason to end.
+pub fn say(line: impl std::fmt::Display) {
+    use std::io::Write as _;
+    let _ = writeln!(std::io::stderr(), "{line}");
+}

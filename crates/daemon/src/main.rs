@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 use ipvs_proxy::cli::{self, Cleanup, Cli, Command, LogFormat, Plan, Run};
-use ipvs_proxy::{cleanup, config, init, inspect, plan, run};
+use ipvs_proxy::{cleanup, config, init, inspect, plan, run, say};
 
 /// A command line that can't be used.
 const USAGE: u8 = 2;
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
         Err(error) => {
-            eprintln!("ipvs-proxy: {}", cli::one_line(&error));
+            say(format_args!("ipvs-proxy: {}", cli::one_line(&error)));
             return ExitCode::from(USAGE);
         }
     };
@@ -48,13 +48,13 @@ fn run_command(flags: &Run) -> ExitCode {
         Ok(loaded) => loaded,
         Err(problems) => {
             for problem in problems {
-                eprintln!("ipvs-proxy: {problem}");
+                say(format_args!("ipvs-proxy: {problem}"));
             }
             return ExitCode::from(USAGE);
         }
     };
     let settings = &loaded.settings;
-    if flags.cleanup == Some(true) {
+    if flags.cleanup == Some(true) && flags.write_config_to.is_none() {
         return cleanup_command(&Cleanup {
             iptables_backend: settings.iptables_backend,
             ipvs_exclude_cidrs: settings.config.exclude_cidrs.clone(),
@@ -62,6 +62,8 @@ fn run_command(flags: &Run) -> ExitCode {
     }
     let log = tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
+        // Else a line that can't be written makes another that panics.
+        .log_internal_errors(false)
         .with_max_level(settings.log_level())
         .with_target(false);
     match settings.log_format {
@@ -88,15 +90,15 @@ fn run_command(flags: &Run) -> ExitCode {
 fn cleanup_command(flags: &Cleanup) -> ExitCode {
     match cleanup::cleanup(flags) {
         Ok(0) => {
-            eprintln!("ipvs-proxy: nothing of ours is in the kernel");
+            say("ipvs-proxy: nothing of ours is in the kernel");
             ExitCode::SUCCESS
         }
         Ok(removed) => {
-            eprintln!("ipvs-proxy: removed {removed} things");
+            say(format_args!("ipvs-proxy: removed {removed} things"));
             ExitCode::SUCCESS
         }
         Err(error) => {
-            eprintln!("ipvs-proxy: {error:#}");
+            say(format_args!("ipvs-proxy: {error:#}"));
             ExitCode::FAILURE
         }
     }
@@ -106,7 +108,7 @@ fn plan_command(flags: &Plan) -> ExitCode {
     match plan::plan(flags) {
         Ok(planned) => {
             for problem in planned.problems {
-                eprintln!("{problem}");
+                say(problem);
             }
             let printed = std::io::stdout().lock().write_all(planned.text.as_bytes());
             if planned.whole && !planned.differs && printed.is_ok() {
@@ -117,7 +119,7 @@ fn plan_command(flags: &Plan) -> ExitCode {
         }
         Err(error) => {
             for line in error.lines() {
-                eprintln!("ipvs-proxy: {line}");
+                say(format_args!("ipvs-proxy: {line}"));
             }
             ExitCode::from(USAGE)
         }

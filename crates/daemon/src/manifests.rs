@@ -126,6 +126,18 @@ fn parse(
 /// The most that is read of a file: a cluster of 50,000 Services has a third of it.
 const MAX_FILE_BYTES: u64 = 1 << 28;
 
+/// The documents of a YAML text that have content, each with its first line's number.
+pub(crate) fn yaml_documents(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let documents = split(text, Format::Yaml).into_iter();
+    documents.map(|document| (document.line, document.text))
+}
+
+/// The text of a file, read as [`read_regular`] does.
+pub(crate) fn read_text_file(path: &Path) -> std::io::Result<String> {
+    let bytes = read_regular(path)?;
+    String::from_utf8(bytes).map_err(|_| std::io::Error::other("it is not UTF-8"))
+}
+
 /// Reads a file that has an end, and waits for nobody: neither a FIFO nor a device.
 fn read_regular(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut options = std::fs::OpenOptions::new();

@@ -42,7 +42,8 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     let settings = &loaded.settings;
     let (sender, events) = sync_channel(16);
     // Before any other thread starts, so that all of them leave these signals alone.
-    let stop = stop_on_signals(sender.clone())?;
+    let begun = Arc::new(AtomicBool::new(false));
+    let stop = stop_on_signals(sender.clone(), Arc::clone(&begun))?;
     let (runtime, access) = reach(settings)?;
 
     let families = families();
@@ -147,6 +148,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     if families.len() == 1 {
         warn!("IPv6 is switched off on this node: IPv4 only");
     }
+    begun.store(true, Ordering::Relaxed);
     Controller::new(objects, planner, kernel, of_loop).run(&events);
     Ok(())
 }
@@ -176,8 +178,9 @@ fn host_name() -> Result<String> {
 }
 
 /// Tells the loop to stop on SIGTERM and SIGINT: by the flag in the middle of its work, by the event
-/// when it waits.
-fn stop_on_signals(sender: SyncSender<Event>) -> Result<Arc<AtomicBool>> {
+/// when it waits. Before it has begun the process ends at once: whatever a start waits for (a
+/// credential plugin, a slow disk) may never come.
+fn stop_on_signals(sender: SyncSender<Event>, begun: Arc<AtomicBool>) -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
     let mut signals = SigSet::empty();
@@ -186,6 +189,10 @@ fn stop_on_signals(sender: SyncSender<Event>) -> Result<Arc<AtomicBool>> {
     signals.thread_block().context("signals can't be blocked")?;
     let wait = move || {
         if signals.wait().is_ok() {
+            if !begun.load(Ordering::Relaxed) {
+                info!("ended before the start was over");
+                std::process::exit(0);
+            }
             flag.store(true, Ordering::Relaxed);
             // The loop may have ended already.
             let _ = sender.send(Event::Stop);

@@ -157,6 +157,13 @@ pub fn node(node: &Node) -> Translated<model::Node> {
         if matches!(entry.type_.as_str(), "InternalIP" | "ExternalIP") {
             let field = || format!("status.addresses[{i}].address");
             let address = refusals.address(field, &entry.address);
+            let address = address.filter(|address| {
+                let why = no_vip(*address);
+                if let Some(why) = why {
+                    refusals.text(field(), &entry.address, format!("is {why}"));
+                }
+                why.is_none()
+            });
             addresses.extend(address);
             match entry.type_.as_str() {
                 "InternalIP" => internal.extend(address),

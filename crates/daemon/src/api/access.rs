@@ -5,11 +5,13 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use hyper::header::HeaderValue;
 use ipvs_netlink::VirtualServerKey;
 use ipvs_proxy_netlink::Protocol;
 use kube::client::ClientBuilder;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
+use secrecy::ExposeSecret;
 
 use super::counting::Counting;
 use crate::metrics::Requests;
@@ -51,6 +53,12 @@ pub enum AccessError {
         /// The address as given.
         value: String,
     },
+    /// A token that can't stand in a request.
+    #[error("{}: the token of the current context's user has a character that no header may hold, such as a line break", path.display())]
+    Token {
+        /// The kubeconfig.
+        path: PathBuf,
+    },
     /// The credentials can't be used.
     #[error("no client for the API server can be made: {0}")]
     Client(Box<kube::Error>),
@@ -70,9 +78,18 @@ impl Access {
                 };
                 let kubeconfig = Kubeconfig::read_from(path).map_err(named)?;
                 let options = KubeConfigOptions::default();
-                Config::from_custom_kubeconfig(kubeconfig, &options)
+                let config = Config::from_custom_kubeconfig(kubeconfig, &options)
                     .await
-                    .map_err(named)?
+                    .map_err(named)?;
+                let token = config
+                    .auth_info
+                    .token
+                    .as_ref()
+                    .map(ExposeSecret::expose_secret);
+                if token.is_some_and(|token| HeaderValue::from_str(token).is_err()) {
+                    return Err(AccessError::Token { path: path.clone() });
+                }
+                config
             }
             None => Config::incluster()?,
         };
@@ -157,5 +174,40 @@ impl Access {
                  address by --master or --kubeconfig"
             )
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_that_no_header_may_hold_is_refused_by_the_files_name() {
+        let path = std::env::temp_dir().join(format!("ipvs-proxy-token-{}", std::process::id()));
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        let client = |token: &str| {
+            let text = format!(
+                "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: c, cluster: {{server: 'https://192.0.2.1:6443'}}}}]\n\
+                 users: [{{name: u, user: {{token: {token}}}}}]\ncontexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n"
+            );
+            std::fs::write(&path, text).unwrap();
+            let access = Access {
+                kubeconfig: Some(path.clone()),
+                ..Access::default()
+            };
+            runtime.block_on(access.client())
+        };
+        assert!(client("abc").is_ok());
+        for token in ["\"abc\\n\"", "\"a\\nb\"", "\"a\\u0001\""] {
+            let error = client(token).map(|_| ()).unwrap_err().to_string();
+            assert!(
+                error.contains(&path.display().to_string()) && error.contains("token"),
+                "{error}"
+            );
+        }
+        std::fs::remove_file(&path).unwrap();
     }
 }

@@ -7,6 +7,8 @@ use serde::de::{Deserializer, Unexpected, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::manifests::yaml_documents;
+
 /// The only version there is.
 pub(crate) const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
 /// The kind of the file.
@@ -301,11 +303,13 @@ impl Configuration {
     pub(crate) fn read(text: &str) -> Result<(Configuration, Vec<String>), String> {
         use serde_saphyr::options::DuplicateKeyPolicy::{Error as Refuse, LastWins};
         let mut warnings = Vec::new();
+        let first = first_document(text, &mut warnings);
+        let text = first.as_str();
         let mut tree = match parse(text, Refuse) {
             Err(serde_saphyr::Error::DuplicateMappingKey { key, location }) => {
                 let key = key.unwrap_or_default();
                 warnings.push(format!(
-                    "line {}: {key:?} is there twice: the last one counts",
+                    "line {}: {key:?} is there twice: the last one counts, as of any other key",
                     location.line()
                 ));
                 parse(text, LastWins)
@@ -390,15 +394,23 @@ impl Configuration {
     }
 
     /// Fills in the addresses of the servers, which depend on the family of `bindAddress`, and
-    /// their ports.
-    pub(crate) fn fill_addresses(&mut self) {
+    /// these ports where an address has none.
+    pub(crate) fn fill_addresses(&mut self, healthz: Option<u16>, metrics: Option<u16>) {
         let (any, loopback) = match self.bind_address.contains(':') {
             true => ("[::]", "[::1]"),
             false => ("0.0.0.0", "127.0.0.1"),
         };
         for (address, default, port) in [
-            (&mut self.healthz_bind_address, any, HEALTHZ_PORT),
-            (&mut self.metrics_bind_address, loopback, METRICS_PORT),
+            (
+                &mut self.healthz_bind_address,
+                any,
+                healthz.unwrap_or(HEALTHZ_PORT),
+            ),
+            (
+                &mut self.metrics_bind_address,
+                loopback,
+                metrics.unwrap_or(METRICS_PORT),
+            ),
         ] {
             if address.is_empty() {
                 *address = format!("{default}:{port}");
@@ -412,6 +424,16 @@ impl Configuration {
 /// A configuration as a tree of fields.
 pub(super) fn tree_of(configuration: &Configuration) -> Value {
     serde_json::to_value(configuration).unwrap_or_default()
+}
+
+/// The first of a text's documents, at its line; kube-proxy reads no other either.
+fn first_document(text: &str, warnings: &mut Vec<String>) -> String {
+    let mut documents = yaml_documents(text);
+    let first = documents.next();
+    if let Some((line, _)) = documents.next() {
+        warnings.push(format!("line {line}: only the first document counts"));
+    }
+    first.map_or_else(String::new, |(line, text)| "\n".repeat(line - 1) + text)
 }
 
 fn parse(

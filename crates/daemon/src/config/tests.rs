@@ -302,7 +302,9 @@ fn fields_and_flags() {
         let without = of_file(other).unwrap();
         assert_ne!(without.settings, file.settings, "{other} is another");
         for loaded in [file, of_flag, mixed] {
-            assert_eq!(loaded.warnings, [""; 0], "{field}");
+            let mut warnings = loaded.warnings;
+            warnings.retain(|warning| !warning.contains("gives way to --scheduler"));
+            assert_eq!(warnings, [""; 0], "{field}");
         }
     }
     for (mode, field, flags, seen) in [
@@ -881,5 +883,65 @@ proptest! {
         prop_assert_eq!(&second.settings, &first.settings, "{}", &written);
         prop_assert_eq!(second.warnings, first.warnings);
         prop_assert_eq!(second.configuration.write().unwrap(), written);
+    }
+}
+
+#[test]
+fn the_first_document_counts() {
+    let one = of_file("mode: ipvs\nipvs: {scheduler: sh}\n---\n").unwrap();
+    assert_eq!(one.warnings, [""; 0]);
+    let two = both(
+        &format!(
+            "# text\n---\n{HEAD}ipvs: {{scheduler: sh}}\n---\n{HEAD}ipvs: {{scheduler: lc}}\n"
+        ),
+        &[],
+    );
+    let two = two.unwrap();
+    let lines = 4 + HEAD.lines().count();
+    assert_eq!(
+        two.warnings,
+        [format!(
+            "c.yaml: line {lines}: only the first document counts"
+        )]
+    );
+    assert_eq!(two.configuration.ipvs.scheduler, "sh");
+}
+
+#[test]
+fn a_scheduler_of_the_file_that_a_flag_replaces_is_named() {
+    let warnings = |words: &[&str]| {
+        let text = format!("{HEAD}ipvs: {{scheduler: sh}}\n");
+        both(&text, words).unwrap().warnings
+    };
+    assert_eq!(
+        warnings(&["--scheduler=lc"]),
+        ["ipvs.scheduler: \"sh\" of the file gives way to --scheduler=lc"]
+    );
+    assert_eq!(warnings(&["--scheduler=sh"]), [""; 0]);
+    assert_eq!(warnings(&[]), [""; 0]);
+}
+
+/// As kube-proxy has it: a port that stands alone is for an address without one.
+#[test]
+fn ports_that_stand_alone() {
+    for (words, health) in [
+        (&["--healthz-port=5"][..], "Some(0.0.0.0:5)"),
+        (
+            &["--healthz-port=5", "--healthz-bind-address=10.0.0.7"],
+            "Some(10.0.0.7:5)",
+        ),
+        (
+            &["--healthz-port=5", "--healthz-bind-address=10.0.0.7:1"],
+            "Some(10.0.0.7:1)",
+        ),
+        (&["--healthz-port=5", "--healthz-bind-address="], "None"),
+        (
+            &["--healthz-port=0", "--healthz-bind-address=10.0.0.7:1"],
+            "None",
+        ),
+    ] {
+        let said = said(&of_flags(words).unwrap().settings);
+        let wanted = format!("healthz_bind_address: {health}");
+        assert!(said.contains(&wanted), "{words:?}: {said}");
     }
 }

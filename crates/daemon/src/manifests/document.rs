@@ -3,8 +3,10 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, IgnoredAny};
+use serde_json::Value;
+use serde_saphyr::options::DuplicateKeyPolicy;
 
-use super::kinds::{CORE, DISCOVERY, Head, Kind, List};
+use super::kinds::{Head, Kind, List};
 use super::{Format, ManifestError, Object, newlines, printable};
 use crate::translate::object_name;
 
@@ -226,30 +228,19 @@ impl Document<'_> {
     }
 
     fn read_list(&self, of: Option<&'static str>) -> Result<(Vec<Object>, Vec<Fault>), Fault> {
-        let heads = self.parse::<ListHead>()?.items.unwrap_or_default();
+        let heads = match self.parse::<ListHead>() {
+            Ok(list) => list.items.unwrap_or_default(),
+            Err(fault) => return self.read_items(of, fault),
+        };
         let mut kinds = Vec::with_capacity(heads.len());
         let mut faults = Vec::new();
         for (i, head) in heads.into_iter().enumerate() {
-            let Some(mut head) = head else {
-                faults.push(Fault::new(item(i).trim_end_matches('.'), "is null").of_object());
-                kinds.push(Kind::Ignored);
-                continue;
+            let kind = match head {
+                Some(head) => Kind::of_item(head, of).map_err(|fault| fault.within(&item(i))),
+                None => Err(Fault::new(item(i).trim_end_matches('.'), "is null").of_object()),
             };
-            if of.is_some() {
-                head.kind = head.kind.or(of.map(str::to_owned));
-                let listed = if of == Some("EndpointSlice") {
-                    DISCOVERY
-                } else {
-                    CORE
-                };
-                head.api_version = head.api_version.or(Some(listed.to_owned()));
-            }
-            let kind = Kind::of(&head).and_then(|kind| match kind {
-                Kind::List(_) => Err(Fault::new("kind", "is a list within a list")),
-                kind => Ok(kind),
-            });
             kinds.push(kind.unwrap_or_else(|fault| {
-                faults.push(fault.within(&item(i)));
+                faults.push(fault);
                 Kind::Ignored
             }));
         }
@@ -289,6 +280,53 @@ impl Document<'_> {
         }
     }
 
+    /// A list of which an item is no object, or has a key twice, so that no parser goes past it: item
+    /// by item, by a tree in which the last of equal keys counts.
+    fn read_items(
+        &self,
+        of: Option<&'static str>,
+        fault: Fault,
+    ) -> Result<(Vec<Object>, Vec<Fault>), Fault> {
+        let Some(broken) = fault.item() else {
+            return Err(fault);
+        };
+        let Ok(Value::Object(mut tree)) = self.tree() else {
+            return Err(fault);
+        };
+        let Some(Value::Array(items)) = tree.remove("items") else {
+            return Err(fault);
+        };
+        let mut objects = Vec::new();
+        let mut faults = vec![fault.of_object()];
+        for (i, value) in items.into_iter().enumerate() {
+            if i == broken {
+                continue;
+            }
+            let read = match Head::deserialize(&value) {
+                Ok(head) => Kind::of_item(head, of)
+                    .map_err(|fault| fault.within(&item(i)))
+                    .and_then(|kind| read_item(kind, value)),
+                Err(error) => Err(Fault::new(item(i).trim_end_matches('.'), error.to_string())),
+            };
+            match read.and_then(|object| object.map(|o| checked(o, &item(i))).transpose()) {
+                Ok(object) => objects.extend(object),
+                Err(fault) => faults.push(fault.of_object()),
+            }
+        }
+        Ok((objects, faults))
+    }
+
+    fn tree(&self) -> Result<Value, Fault> {
+        match self.format {
+            Format::Yaml => {
+                let options = yaml_options(DuplicateKeyPolicy::LastWins);
+                serde_saphyr::from_str_with_options(self.text, options)
+                    .map_err(|error| yaml_fault(&error, self.text))
+            }
+            Format::Json => serde_json::from_str(self.text).map_err(|error| json_fault(&error)),
+        }
+    }
+
     fn parse<'a, T: Deserialize<'a>>(&'a self) -> Result<T, Fault> {
         self.parse_seed(std::marker::PhantomData)
     }
@@ -315,7 +353,7 @@ impl Document<'_> {
         match self.format {
             Format::Yaml => serde_saphyr::with_deserializer_from_str_with_options(
                 self.text,
-                yaml_options(),
+                yaml_options(DuplicateKeyPolicy::Error),
                 |de| match track {
                     Some(track) => seed.deserialize(Tracking::new(de, track)),
                     None => seed.deserialize(de),
@@ -365,6 +403,17 @@ impl Document<'_> {
         }
         fault
     }
+}
+
+fn read_item(kind: Kind, value: Value) -> Result<Option<Object>, Fault> {
+    let named = Named::deserialize(&value).unwrap_or_default();
+    let mut track = serde_path_to_error::Track::new();
+    let read = kind.deserialize(serde_path_to_error::Deserializer::new(value, &mut track));
+    read.map_err(|error| {
+        let mut fault = Fault::new(&track.path().to_string(), error.to_string());
+        fault.object = kind.name().map(|kind| describe(kind, &named.metadata));
+        fault
+    })
 }
 
 pub(super) fn nothing_but(fault: Fault) -> (Vec<Object>, Vec<Fault>) {
@@ -462,6 +511,7 @@ pub(super) fn yaml_fault(error: &serde_saphyr::Error, text: &str) -> Fault {
                 value.unwrap_or_default()
             )
         }
+        Error::DuplicateMappingKey { key: Some(key), .. } => format!("{key:?} is there twice"),
         other => one_line(&serde_saphyr::DefaultMessageFormatter.format_message(other)),
     };
     Fault {
@@ -486,9 +536,12 @@ pub(super) fn one_line(message: &str) -> String {
 }
 
 /// A whole cluster may stand in one document, so size is no limit; what aliases may blow up is.
-pub(super) fn yaml_options() -> serde_saphyr::Options {
+pub(super) fn yaml_options(duplicates: DuplicateKeyPolicy) -> serde_saphyr::Options {
     serde_saphyr::options! {
         with_snippet: false,
+        duplicate_keys: duplicates,
+        // A name such as `y` is one, also in a tree.
+        strict_booleans: true,
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,
             max_nodes: usize::MAX,

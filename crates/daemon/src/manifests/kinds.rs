@@ -63,6 +63,23 @@ impl Kind {
         }
     }
 
+    /// As [`Kind::of`], of an item of a list, which may say of which kind its items are.
+    pub(super) fn of_item(mut head: Head, of: Option<&'static str>) -> Result<Kind, Fault> {
+        if of.is_some() {
+            head.kind = head.kind.or(of.map(str::to_owned));
+            let listed = if of == Some("EndpointSlice") {
+                DISCOVERY
+            } else {
+                CORE
+            };
+            head.api_version = head.api_version.or(Some(listed.to_owned()));
+        }
+        match Kind::of(&head)? {
+            Kind::List(_) => Err(Fault::new("kind", "is a list within a list")),
+            kind => Ok(kind),
+        }
+    }
+
     pub(super) fn name(self) -> Option<&'static str> {
         match self {
             Kind::Service => Some("Service"),

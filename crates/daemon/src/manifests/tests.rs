@@ -721,3 +721,55 @@ fn a_list_loses_only_its_broken_items() {
     assert_eq!((objects.len(), errors.len()), (30, 31));
     assert!(errors.iter().all(|error| error.object_only));
 }
+
+#[test]
+fn a_list_loses_only_items_that_are_no_objects_or_say_things_twice() {
+    let good = |name: &str| {
+        format!(
+            "{{apiVersion: v1, kind: Service, metadata: {{name: {name}}}, spec: {{clusterIP: 10.0.0.1, ports: [{{port: 80}}]}}}}"
+        )
+    };
+    let json = |text: &str| {
+        let options = document::yaml_options(serde_saphyr::options::DuplicateKeyPolicy::Error);
+        serde_saphyr::from_str_with_options::<serde_json::Value>(text, options)
+            .unwrap()
+            .to_string()
+    };
+    let twice = "{apiVersion: v1, kind: Service, metadata: {name: t}, spec: {clusterIP: 10.0.0.2, clusterIP: 10.0.0.3}}";
+    let wrong = "{apiVersion: v1, kind: Service, metadata: {name: w}, spec: {ports: 5}}";
+    for (bad, said) in [
+        ("5", "items[1]"),
+        ("hello", "items[1]"),
+        ("[]", "items[1]"),
+        ("{kind: [x], apiVersion: v1}", "items[1].kind"),
+        (twice, "\"clusterIP\" is there twice"),
+    ] {
+        let items = [&good("x"), bad, &good("y"), wrong, "7", &good("z")];
+        let yaml = format!(
+            "apiVersion: v1\nkind: List\nitems:\n- {}\n",
+            items.join("\n- ")
+        );
+        let mut texts = vec![(yaml, Format::Yaml)];
+        if bad != twice {
+            let items = items.map(json).join(",");
+            let text =
+                format!("{{\"apiVersion\": \"v1\", \"kind\": \"List\", \"items\": [{items}]}}");
+            texts.push((text, Format::Json));
+        }
+        for (text, format) in texts {
+            let (objects, errors) = read_text("a", &text, format);
+            let names = objects
+                .iter()
+                .map(|o| o.object.metadata().name.as_deref().unwrap());
+            assert_eq!(names.collect::<Vec<_>>(), ["x", "y", "z"], "{text}");
+            let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
+            assert_eq!(errors.len(), 3, "{errors:#?}");
+            assert!(errors[0].contains(said), "{errors:#?}");
+            assert!(
+                errors[1].contains("Service default/w") && errors[1].contains("spec.ports"),
+                "{errors:#?}"
+            );
+            assert!(errors[2].contains("items[4]"), "{errors:#?}");
+        }
+    }
+}

@@ -637,6 +637,9 @@ status:
   - {type: Hostname, address: n1}
   - {type: InternalDNS, address: n1.local}
   - {type: InternalIP, address: n1}
+  - {type: InternalIP, address: 0.0.0.0}
+  - {type: ExternalIP, address: "ff02::1"}
+  - {type: InternalIP, address: 127.0.0.1}
 "#,
     ));
     let addresses: Vec<String> = t
@@ -650,7 +653,12 @@ status:
     let refusals: Vec<String> = t.refusals.iter().map(ToString::to_string).collect();
     assert_eq!(
         refusals,
-        [r#"Node n1: status.addresses[5].address: "n1" is not an IP address"#]
+        [
+            r#"Node n1: status.addresses[5].address: "n1" is not an IP address"#,
+            r#"Node n1: status.addresses[6].address: "0.0.0.0" is the unspecified address"#,
+            r#"Node n1: status.addresses[7].address: "ff02::1" is a multicast address"#,
+            r#"Node n1: status.addresses[8].address: "127.0.0.1" is a loopback address"#,
+        ]
     );
     assert_eq!(
         node(&object::<Node>("metadata: {name: n1}")).object,

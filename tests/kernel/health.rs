@@ -55,14 +55,20 @@ fn endpoints(manifests: &Manifests, number: u8) {
     manifests.write("slice.yaml", &slice("a", "a", &[("", "TCP", 80)], &pods));
 }
 
-#[test]
-fn the_daemon_tells_how_it_is() {
+/// A node, and a Service with two endpoints.
+fn one_service() -> (Namespace, Manifests) {
     let node = Namespace::new();
     node.enter(loopback_up).unwrap();
     let manifests = Manifests::new();
     let text = service("a", &["10.96.0.10"], &[("", "TCP", 80, 0)]);
     manifests.write("service.yaml", &text);
     endpoints(&manifests, 2);
+    (node, manifests)
+}
+
+#[test]
+fn the_daemon_tells_how_it_is() {
+    let (node, manifests) = one_service();
     let health = ["--healthz-bind-address", HEALTH];
     let mut daemon = Daemon::start(&node, &manifests, &health);
     daemon.settle();
@@ -219,12 +225,7 @@ fn codes(node: &Namespace) -> [u16; 3] {
 
 /// A node with one Service and a daemon whose patience is short, by the words of another program.
 fn with_service(by: &[&str]) -> (Namespace, Manifests, Daemon) {
-    let node = Namespace::new();
-    node.enter(loopback_up).unwrap();
-    let manifests = Manifests::new();
-    let text = service("a", &["10.96.0.10"], &[("", "TCP", 80, 0)]);
-    manifests.write("service.yaml", &text);
-    endpoints(&manifests, 2);
+    let (node, manifests) = one_service();
     let flags = ["--healthz-bind-address", HEALTH, "--sync-period=1s"];
     let mut daemon = Daemon::start_by(&node, &manifests, by, &flags);
     daemon.settle();

@@ -87,8 +87,6 @@ pub struct NodeFacts {
     /// Why load balancers should send it nothing new: it is being deleted, or the cluster's
     /// autoscaler marked it for removal (KEP-3836).
     pub ineligible: Option<&'static str>,
-    /// The Node is gone.
-    pub gone: bool,
 }
 
 /// The taint by which the cluster's autoscaler says that it removes a node.
@@ -169,7 +167,6 @@ impl Followed for Node {
             } else {
                 None
             },
-            gone: false,
         });
     }
 
@@ -178,7 +175,6 @@ impl Followed for Node {
     fn tell_gone(_: ObjectName, news: &mut News) {
         news.node = Some(NodeFacts {
             ineligible: Some("the Node is gone"),
-            gone: true,
         });
     }
 }

@@ -13,8 +13,8 @@ use crate::cli::Cleanup;
 use crate::place::Place;
 use crate::say;
 
-/// Removes what is ours, but for virtual servers in excluded networks; how many things that were. What can't be removed is told on stderr, a
-/// line each, and stops nothing else.
+/// Removes what is ours, but for virtual servers in excluded networks; how many things that were.
+/// What can't be removed is told on stderr, a line each, and stops nothing else.
 ///
 /// # Errors
 /// When a daemon runs here, when the kernel can't be read, or when something is left.

@@ -3,11 +3,6 @@ module ipvs-proxy/upstream/kubernetes-1.33
 go 1.26.0
 
 require (
-	k8s.io/component-base v0.33.13
-	k8s.io/kubernetes v1.33.13
-)
-
-require (
 	cel.dev/expr v0.19.1 // indirect
 	github.com/Azure/go-ansiterm v0.0.0-20230124172434-306776ec8161 // indirect
 	github.com/NYTimes/gziphandler v1.1.1 // indirect
@@ -107,6 +102,7 @@ require (
 	k8s.io/client-go v0.33.13 // indirect
 	k8s.io/cloud-provider v0.0.0 // indirect
 	k8s.io/cluster-bootstrap v0.0.0 // indirect
+	k8s.io/component-base v0.33.13 // indirect
 	k8s.io/component-helpers v0.33.13 // indirect
 	k8s.io/controller-manager v0.33.13 // indirect
 	k8s.io/csi-translation-lib v0.0.0 // indirect
@@ -118,6 +114,7 @@ require (
 	k8s.io/kube-aggregator v0.0.0 // indirect
 	k8s.io/kube-openapi v0.0.0-20250318190949-c8a335a9a2ff // indirect
 	k8s.io/kubelet v0.33.13 // indirect
+	k8s.io/kubernetes v1.33.13 // indirect
 	k8s.io/mount-utils v0.0.0 // indirect
 	k8s.io/pod-security-admission v0.0.0 // indirect
 	k8s.io/utils v0.0.0-20241104100929-3ea5e8cea738 // indirect
@@ -193,3 +190,5 @@ replace k8s.io/sample-cli-plugin => k8s.io/sample-cli-plugin v0.33.13
 replace k8s.io/sample-controller => k8s.io/sample-controller v0.33.13
 
 replace k8s.io/streaming => k8s.io/streaming v0.33.13
+
+tool k8s.io/kubernetes/cmd/kube-apiserver

@@ -319,7 +319,10 @@ impl Document<'_> {
     fn tree(&self) -> Result<Value, Fault> {
         match self.format {
             Format::Yaml => {
-                let options = yaml_options(DuplicateKeyPolicy::LastWins);
+                let mut options = yaml_options();
+                options.duplicate_keys = DuplicateKeyPolicy::LastWins;
+                // A name such as `y` is one, although nothing says here that a name is wanted.
+                options.strict_booleans = true;
                 serde_saphyr::from_str_with_options(self.text, options)
                     .map_err(|error| yaml_fault(&error, self.text))
             }
@@ -353,7 +356,7 @@ impl Document<'_> {
         match self.format {
             Format::Yaml => serde_saphyr::with_deserializer_from_str_with_options(
                 self.text,
-                yaml_options(DuplicateKeyPolicy::Error),
+                yaml_options(),
                 |de| match track {
                     Some(track) => seed.deserialize(Tracking::new(de, track)),
                     None => seed.deserialize(de),
@@ -536,12 +539,9 @@ pub(super) fn one_line(message: &str) -> String {
 }
 
 /// A whole cluster may stand in one document, so size is no limit; what aliases may blow up is.
-pub(super) fn yaml_options(duplicates: DuplicateKeyPolicy) -> serde_saphyr::Options {
+pub(super) fn yaml_options() -> serde_saphyr::Options {
     serde_saphyr::options! {
         with_snippet: false,
-        duplicate_keys: duplicates,
-        // A name such as `y` is one, also in a tree.
-        strict_booleans: true,
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,
             max_nodes: usize::MAX,

@@ -730,7 +730,7 @@ fn a_list_loses_only_items_that_are_no_objects_or_say_things_twice() {
         )
     };
     let json = |text: &str| {
-        let options = document::yaml_options(serde_saphyr::options::DuplicateKeyPolicy::Error);
+        let options = serde_saphyr::options! { strict_booleans: true };
         serde_saphyr::from_str_with_options::<serde_json::Value>(text, options)
             .unwrap()
             .to_string()
@@ -771,5 +771,23 @@ fn a_list_loses_only_items_that_are_no_objects_or_say_things_twice() {
             );
             assert!(errors[2].contains("items[4]"), "{errors:#?}");
         }
+    }
+}
+
+/// As kubectl has it, whose YAML is of version 1.1.
+#[test]
+fn yes_and_on_are_true_where_a_boolean_is_wanted() {
+    for word in ["yes", "on", "True", "true"] {
+        let text = format!(
+            "apiVersion: v1\nkind: Service\nmetadata: {{name: y}}\nspec: {{clusterIP: 10.0.0.1, publishNotReadyAddresses: {word}}}\n"
+        );
+        let (objects, errors) = read_text("a.yaml", &text, Format::Yaml);
+        assert_eq!(errors, [], "{word}");
+        let Object::Service(service) = &objects[0].object else {
+            panic!("{word}: {:?}", objects[0].object);
+        };
+        assert_eq!(service.metadata.name.as_deref(), Some("y"));
+        let spec = service.spec.as_ref().unwrap();
+        assert_eq!(spec.publish_not_ready_addresses, Some(true), "{word}");
     }
 }

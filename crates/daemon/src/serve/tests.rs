@@ -79,10 +79,7 @@ fn ago(seconds: u64) -> Moment {
 }
 
 fn facts(ineligible: Option<&'static str>) -> NodeFacts {
-    NodeFacts {
-        ineligible,
-        ..NodeFacts::default()
-    }
+    NodeFacts { ineligible }
 }
 
 #[test]

@@ -27,7 +27,7 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    /// Boots it and sets it up.
+    /// Boots it, on the kernel `GUEST_KERNEL` where that is set, and sets it up.
     pub(crate) fn boot() -> Node {
         for line in [
             "link set lo up",
@@ -40,7 +40,11 @@ impl Node {
             let status = Command::new("ip").args(line.split(' ')).status().unwrap();
             assert!(status.success(), "ip {line}");
         }
-        let guest = Command::new(beside("guest"))
+        let mut guest = Command::new(beside("guest"));
+        if let Some(kernel) = std::env::var_os("GUEST_KERNEL") {
+            guest.arg("--kernel").arg(kernel).args(["-x", "seccomp=on"]);
+        }
+        let guest = guest
             .args(["-t", "3000", "-m", "1G", "-x"])
             .arg(format!("vec0:transport=tap,ifname={TAP},depth=128,gro=1"))
             .arg("--")

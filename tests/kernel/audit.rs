@@ -14,9 +14,9 @@ use tests::traffic::{Server, http_get};
 
 const TARGET: u16 = 8080;
 /// A node with a served Service: two families, a ClusterIP and a node port of each, two endpoints.
-struct Scene {
+pub(crate) struct Scene {
     // First, so that it is gone before what it works on.
-    daemon: Daemon,
+    pub(crate) daemon: Daemon,
     topology: Topology,
     trace: Trace,
     _manifests: Manifests,
@@ -24,7 +24,7 @@ struct Scene {
 }
 
 impl Scene {
-    fn start(flags: &[&str]) -> Scene {
+    pub(crate) fn start(flags: &[&str]) -> Scene {
         let topology = Topology::new(2);
         let manifests = Manifests::new();
         manifests.write("web.yaml", &web());
@@ -45,11 +45,11 @@ impl Scene {
         }
     }
 
-    fn node(&self) -> &Namespace {
+    pub(crate) fn node(&self) -> &Namespace {
         self.topology.node()
     }
 
-    fn all_answer(&self, when: &str) {
+    pub(crate) fn all_answer(&self, when: &str) {
         let virtual_servers = [
             "10.96.0.10:80",
             "[fd96::10]:80",
@@ -77,14 +77,14 @@ fn web() -> String {
 }
 
 /// All that the daemon keeps in the kernel, line by line, without what the kernel chooses or counts.
-fn held(node: &Namespace) -> BTreeSet<String> {
+pub(crate) fn held(node: &Namespace) -> BTreeSet<String> {
     let mut lines = BTreeSet::new();
     let mut add = |of: &str, text: &str| {
         lines.extend(text.lines().map(|line| format!("{of}: {line}")));
     };
     add("ipvs", &node.tool("ipvsadm -Sn"));
     add("ipset", &node.tool("ipset list -o save"));
-    for tool in ["iptables-legacy-save", "ip6tables-legacy-save"] {
+    for tool in ["iptables-save", "ip6tables-save"] {
         for table in ["nat", "filter"] {
             let saved = node.tool(&format!("{tool} -t {table}"));
             let rules: Vec<&str> = saved.lines().filter(|l| l.starts_with("-A")).collect();

@@ -21,6 +21,7 @@ mod ipset;
 mod iptables;
 mod ipvs;
 mod kinds;
+mod nftables;
 mod order;
 mod reports;
 mod rules;

@@ -188,7 +188,7 @@ pub struct Others {
     #[arg(long, hide = true, value_name = "MODE")]
     pub proxy_mode: Option<String>,
     #[arg(long, hide = true, value_parser = gate, value_name = "NAME=true,…", value_delimiter = ',')]
-    pub feature_gates: Option<Vec<(String, bool)>>,
+    pub feature_gates: Option<Vec<Option<(String, bool)>>>,
     #[arg(
         long,
         hide = true,
@@ -234,7 +234,7 @@ pub struct Others {
     #[arg(long, hide = true, value_name = "VERSION")]
     pub show_hidden_metrics_for_version: Option<String>,
     #[arg(long, hide = true, value_parser = module, value_name = "FILE=LEVEL,…", value_delimiter = ',')]
-    pub vmodule: Option<Vec<(String, u32)>>,
+    pub vmodule: Option<Vec<Option<(String, u32)>>>,
     #[arg(long, hide = true, value_name = "TIME")]
     pub log_flush_frequency: Option<String>,
     #[arg(long, hide = true, value_name = "SIZE")]
@@ -419,7 +419,7 @@ impl Others {
         set(&mut c.mode, &self.proxy_mode);
         set(&mut c.client_connection.qps, &self.kube_api_qps);
         set(&mut c.client_connection.burst, &self.kube_api_burst);
-        let gates = self.feature_gates.iter().flatten();
+        let gates = self.feature_gates.iter().flatten().flatten();
         c.feature_gates
             .extend(gates.map(|(name, on)| (name.clone(), *on)));
         set(
@@ -445,7 +445,7 @@ impl Others {
         if let Some(modules) = &self.vmodule {
             let rule =
                 |(file, level): &(String, u32)| json!({"filePattern": file, "verbosity": level});
-            c.logging.vmodule = modules.iter().map(rule).collect();
+            c.logging.vmodule = modules.iter().flatten().map(rule).collect();
         }
         if let Some(time) = &self.log_flush_frequency {
             c.logging.flush_frequency = Value::from(time.as_str());
@@ -646,20 +646,26 @@ fn address(text: &str) -> Result<IpAddr, String> {
     }
 }
 
-/// A feature gate, as `NAME=true`.
-fn gate(text: &str) -> Result<(String, bool), String> {
+/// A feature gate, as `NAME=true`; nothing between two commas is none.
+fn gate(text: &str) -> Result<Option<(String, bool)>, String> {
+    if text.is_empty() {
+        return Ok(None);
+    }
     let (name, on) = text
         .split_once('=')
         .ok_or("must be NAME=true or NAME=false")?;
-    Ok((name.trim().to_owned(), boolean(on.trim())?))
+    Ok(Some((name.trim().to_owned(), boolean(on.trim())?)))
 }
 
-/// The verbosity of a source file, as `FILE=LEVEL`.
-fn module(text: &str) -> Result<(String, u32), String> {
+/// The verbosity of a source file, as `FILE=LEVEL`; nothing between two commas is none.
+fn module(text: &str) -> Result<Option<(String, u32)>, String> {
+    if text.is_empty() {
+        return Ok(None);
+    }
     let pair = text
         .split_once('=')
         .and_then(|(file, level)| Some((file.to_owned(), level.parse().ok()?)));
-    pair.ok_or("must be FILE=LEVEL".to_owned())
+    pair.map(Some).ok_or("must be FILE=LEVEL".to_owned())
 }
 
 /// A command line with the names of flags as they are known here: kube-proxy takes `_` for `-`.

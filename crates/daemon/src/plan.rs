@@ -46,6 +46,7 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
     let node = loaded.settings.node();
     let mut source = Source::new(flags.manifests.clone(), &flags.node_name, node.is_none());
     let (changes, found) = source.rescan();
+    let nowhere = node.is_none() && !flags.diff && has_no_node_for_its_ports(&changes);
     let mut planner = Planner::new(loaded.settings.config);
     if let Some(node) = node {
         planner.apply(Change::Node(node));
@@ -61,6 +62,12 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
     problems.extend(found.iter().map(ToString::to_string));
     if planner.awaits_pod_cidrs() {
         problems.push(NO_POD_CIDRS.to_owned());
+    }
+    if nowhere {
+        problems.push(format!(
+            "no Node {:?} with an address is among the manifests, and --node-ips is not given: node ports are served nowhere",
+            flags.node_name
+        ));
     }
     problems.extend(planner.take_conflicts().iter().map(ToString::to_string));
     let live = flags
@@ -113,6 +120,17 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
         whole,
         differs: false,
     })
+}
+
+/// Whether there are node ports, and nothing that says on which addresses.
+fn has_no_node_for_its_ports(changes: &[Change]) -> bool {
+    let has_node_port = |change: &Change| match change {
+        Change::Service(_, Some(service)) => service.ports.iter().any(|p| p.node_port.is_some()),
+        _ => false,
+    };
+    let is_node =
+        |change: &Change| matches!(change, Change::Node(node) if !node.addresses.is_empty());
+    changes.iter().any(has_node_port) && !changes.iter().any(is_node)
 }
 
 /// The virtual servers of a state, each with its real servers.

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a test")]
 
 use std::alloc::System;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ipvs_proxy_core::memory::MemoryKernel;
 use ipvs_proxy_core::model::{
@@ -97,6 +97,24 @@ fn settle(planner: &mut Planner, kernel: &mut MemoryKernel) -> usize {
     }
 }
 
+/// How long a start takes with Services that all lead to the same pods, into a kernel that has nothing.
+fn start_with_the_same_pods(services: u32) -> Duration {
+    let mut planner = informed(services);
+    for number in 0..services {
+        let same = Slice {
+            service: name(number),
+            ..slice(0, 2)
+        };
+        planner.apply(Change::Slice(name(number), Some(same)));
+    }
+    let mut kernel = MemoryKernel::new();
+    let started = Instant::now();
+    let read = planner.read_agreed(&mut kernel).unwrap();
+    planner.resync(read, true, started);
+    settle(&mut planner, &mut kernel);
+    started.elapsed()
+}
+
 /// The allocations and bytes that one more endpoint of one Service costs.
 fn one_endpoint(services: u32) -> (usize, usize) {
     let (mut planner, mut kernel) = settled(services);
@@ -142,4 +160,12 @@ fn ten_thousand_services_and_one_change() {
     // Trees are a level deeper with a hundred times the keys.
     assert!(large.0 <= small.0 + 16, "{small:?} {large:?}");
     assert!(large.1 <= small.1 * 2, "{small:?} {large:?}");
+
+    // Ten times the Services: ten times the work and a little, not a hundred times.
+    let (few, many) = (
+        start_with_the_same_pods(500),
+        start_with_the_same_pods(5_000),
+    );
+    println!("a start with the same pods: {few:?} at 500 Services, {many:?} at 5,000");
+    assert!(many < few * 40, "{few:?} {many:?}");
 }

@@ -63,7 +63,9 @@ fn run() -> Result<()> {
     } else {
         show_modules(&folder, &Path::new("/lib/modules").join(&release));
     }
-    prefer_legacy_iptables();
+    if std::env::var_os("GUEST_IPTABLES_NFT").is_none() {
+        prefer_legacy_iptables();
+    }
     sethostname("guest")?;
     tests::netns::loopback_up()?;
     for name in fs::read_to_string(Path::new(OUT).join("mods"))?.split_whitespace() {

@@ -9,6 +9,9 @@
 //! written, and the command's exit code (128+n for signal n) becomes this program's. 124: the command
 //! hung and was ended; what the guest looked like is on standard error. 125: there is no result, because the guest failed.
 //!
+//! iptables is the legacy one, since Debian's user-mode Linux has no nf_tables; with `-x GUEST_IPTABLES_NFT=1`, for a kernel that
+//! has it, it is the one that the host has chosen.
+//!
 //! `--kernel` and `--modules` name another user-mode Linux and the folder that holds its modules, below the release's name.
 //! `--no-overlay` shows the host's files read-only, for kernels whose overlay fails on them (Linux 5.10 loses files at random):
 //! writable are /run and /etc/alternatives; `TMPDIR` names a folder in /run, modules load by a modprobe of the guest's own.

@@ -9,7 +9,7 @@ use hyper::header::HeaderValue;
 use ipvs_netlink::VirtualServerKey;
 use ipvs_proxy_netlink::Protocol;
 use kube::client::ClientBuilder;
-use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 use secrecy::ExposeSecret;
 
@@ -19,6 +19,9 @@ use crate::metrics::Requests;
 /// How long nothing may come from the API server before the connection counts as dead. Watches
 /// get a bookmark about once a minute.
 const SILENCE: Duration = Duration::from_secs(90);
+
+/// Where a pod finds the certificate authority of its API server.
+const IN_CLUSTER_CA: &str = "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt";
 
 /// How to reach the API server.
 #[derive(Debug, Clone, Default)]
@@ -35,18 +38,21 @@ pub struct Access {
 #[derive(Debug, thiserror::Error)]
 pub enum AccessError {
     /// The kubeconfig can't be used.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {reason}", path.display())]
     Kubeconfig {
         /// The file.
         path: PathBuf,
-        /// Why.
-        source: kube::config::KubeconfigError,
+        /// Why, in one line, with all that is behind it.
+        reason: String,
     },
     /// There is no service account to use.
     #[error(
-        "neither --manifests nor --kubeconfig is given, and this is not a pod of a cluster: {0}"
+        "neither --manifests nor --kubeconfig is given, and this is not a pod of a cluster: {reason}"
     )]
-    InCluster(#[from] kube::config::InClusterError),
+    InCluster {
+        /// Why, in one line, with all that is behind it.
+        reason: String,
+    },
     /// The server's address is none.
     #[error("--master: {value:?} is no address of a server such as https://192.0.2.1:6443")]
     Master {
@@ -72,9 +78,9 @@ impl Access {
     pub async fn client(&self) -> Result<(Client, String), AccessError> {
         let mut config = match &self.kubeconfig {
             Some(path) => {
-                let named = |source| AccessError::Kubeconfig {
+                let named = |error: KubeconfigError| AccessError::Kubeconfig {
                     path: path.clone(),
-                    source,
+                    reason: first_line(&error),
                 };
                 let kubeconfig = Kubeconfig::read_from(path).map_err(named)?;
                 let options = KubeConfigOptions::default();
@@ -91,7 +97,9 @@ impl Access {
                 }
                 config
             }
-            None => Config::incluster()?,
+            None => Config::incluster().map_err(|error| AccessError::InCluster {
+                reason: first_line(&error),
+            })?,
         };
         if let Some(value) = &self.master {
             let with_scheme = match value.contains("://") {
@@ -127,10 +135,11 @@ impl Access {
         hasher.finish()
     }
 
-    /// The kubeconfig and the certificates that it names. Tokens are read again by the client.
+    /// The kubeconfig and the certificates that it names, or the certificate of the pod's service account. Tokens are read
+    /// again by the client.
     fn files(&self) -> Vec<PathBuf> {
         let Some(path) = &self.kubeconfig else {
-            return Vec::new();
+            return vec![PathBuf::from(IN_CLUSTER_CA)];
         };
         let folder = path.parent().unwrap_or(Path::new(""));
         let mut files = vec![path.clone()];
@@ -177,9 +186,57 @@ impl Access {
     }
 }
 
+/// What an error says, without the lines of the file that a parser shows: there are secrets in it.
+fn first_line(error: &impl std::fmt::Display) -> String {
+    let text = error.to_string();
+    text.lines().next().unwrap_or_default().to_owned()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// One line, which says each thing once and nothing of the file's content.
+    #[test]
+    fn a_kubeconfig_that_cannot_be_used_is_named_once() {
+        let path = std::env::temp_dir().join(format!("ipvs-proxy-access-{}", std::process::id()));
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap();
+        let access = Access {
+            kubeconfig: Some(path.clone()),
+            ..Access::default()
+        };
+        let context = "contexts: [{name: c, context: {cluster: c, user: u}}]\ncurrent-context: c\nusers: [{name: u, user: {token: secret}}]\n";
+        let cluster = |more: &str| {
+            format!(
+                "{context}clusters: [{{name: c, cluster: {{server: 'https://192.0.2.1', {more}}}}}]\n"
+            )
+        };
+        for (text, said) in [
+            ("users: [{user: {token: secret}".to_owned(), "line"),
+            ("current-context: other".to_owned(), "other"),
+            (
+                cluster("certificate-authority: /nonexistent"),
+                "/nonexistent",
+            ),
+            (cluster("certificate-authority-data: '!!'"), "base64"),
+        ] {
+            std::fs::write(&path, &text).unwrap();
+            let error = runtime.block_on(access.client()).map(|_| ()).unwrap_err();
+            let shown = format!("{:#}", anyhow::Error::from(error));
+            assert_eq!(shown.matches(said).count(), 1, "{shown}");
+            assert!(
+                shown.starts_with(&format!("{}: ", path.display())),
+                "{shown}"
+            );
+            assert!(
+                !shown.contains('\n') && !shown.contains("secret"),
+                "{shown}"
+            );
+        }
+        std::fs::remove_file(&path).unwrap();
+    }
 
     #[test]
     fn a_token_that_no_header_may_hold_is_refused_by_the_files_name() {

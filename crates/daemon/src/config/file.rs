@@ -440,7 +440,11 @@ fn parse(
     text: &str,
     duplicates: serde_saphyr::options::DuplicateKeyPolicy,
 ) -> Result<Value, serde_saphyr::Error> {
-    let options = serde_saphyr::options! { with_snippet: false, duplicate_keys: duplicates };
+    let options = serde_saphyr::options! {
+        with_snippet: false,
+        duplicate_keys: duplicates,
+        legacy_octal_numbers: true,
+    };
     serde_saphyr::from_str_with_options(text, options)
 }
 

@@ -215,6 +215,12 @@ fn fields_and_flags() {
             "masquerade_bit: 0",
         ),
         (
+            "iptables: {masqueradeBit: 014}",
+            "--iptables-masquerade-bit=12",
+            "iptables: {masqueradeBit: 15}",
+            "masquerade_bit: 12",
+        ),
+        (
             "ipvs: {excludeCIDRs: [10.1.0.0/16, 'fd00::/64']}",
             "--ipvs-exclude-cidrs=10.1.0.0/16,fd00::/64",
             "ipvs: {excludeCIDRs: [10.2.0.0/16]}",
@@ -415,6 +421,11 @@ fn what_is_not_applicable() {
             "featureGates: {A: true, B: false}",
             "--feature-gates=A=true,B=false",
             ["featureGates (--feature-gates)", r#"{"A":true,"B":false}"#],
+        ),
+        (
+            "featureGates: {A: true}",
+            "--feature-gates=,A=true,",
+            ["featureGates (--feature-gates)", r#"{"A":true}"#],
         ),
         (
             "iptables: {syncPeriod: 1m}",

@@ -538,10 +538,11 @@ pub(super) fn one_line(message: &str) -> String {
     message.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// A whole cluster may stand in one document, so size is no limit; what aliases may blow up is.
+/// A whole cluster may stand in one document, so size is no limit; what aliases may blow up is. `014` is 12, as for kubectl.
 pub(super) fn yaml_options() -> serde_saphyr::Options {
     serde_saphyr::options! {
         with_snippet: false,
+        legacy_octal_numbers: true,
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,
             max_nodes: usize::MAX,

@@ -791,3 +791,20 @@ fn yes_and_on_are_true_where_a_boolean_is_wanted() {
         assert_eq!(spec.publish_not_ready_addresses, Some(true), "{word}");
     }
 }
+
+/// A number that begins with 0 is octal.
+#[test]
+fn numbers_are_those_that_kubectl_reads() {
+    for (word, port) in [("80", 80), ("0120", 80), ("0o120", 80), ("0x50", 80)] {
+        let text = format!(
+            "apiVersion: v1\nkind: Service\nmetadata: {{name: y}}\nspec: {{clusterIP: 10.0.0.1, ports: [{{port: {word}}}]}}\n"
+        );
+        let (objects, errors) = read_text("a.yaml", &text, Format::Yaml);
+        assert_eq!(errors, [], "{word}");
+        let Object::Service(service) = &objects[0].object else {
+            panic!("{word}: {:?}", objects[0].object);
+        };
+        let ports = service.spec.as_ref().unwrap().ports.as_ref().unwrap();
+        assert_eq!(ports[0].port, port, "{word}");
+    }
+}

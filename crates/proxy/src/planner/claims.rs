@@ -1,6 +1,6 @@
 //! Who claims what: plans of Services against each other, and what they want in the end.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -74,8 +74,8 @@ impl Planned {
         self.keys.iter().zip(&self.values)
     }
 
-    pub(super) fn order(&self) -> impl Ord {
-        (self.rank.clone(), self.name.clone())
+    fn order(&self) -> impl Ord {
+        (&self.rank, &self.name)
     }
 }
 
@@ -86,8 +86,8 @@ pub(super) struct Record {
     pub(super) claims: Claims,
 }
 
-/// The Services that claim a key; most have one. A real server has none of its own: who has its
-/// virtual server decides.
+/// The Services that claim a key: the one that has it, and the others in order. Most keys have one, but a thousand Services
+/// may lead to one pod. A real server has none of its own: who has its virtual server decides.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     pub(super) first: Option<ServiceId>,
@@ -95,27 +95,39 @@ pub(super) struct Claims {
         clippy::box_collection,
         reason = "8 bytes a record, of which there are many, not 24"
     )]
-    pub(super) more: Option<Box<Vec<ServiceId>>>,
+    more: Option<Box<Vec<ServiceId>>>,
 }
 
 impl Claims {
-    pub(super) fn iter(&self) -> impl Iterator<Item = ServiceId> {
-        self.first
-            .into_iter()
-            .chain(self.more.iter().flat_map(|more| more.iter().copied()))
-    }
-
-    pub(super) fn add(&mut self, id: ServiceId) {
-        match self.first {
-            None => self.first = Some(id),
-            Some(_) => self.more.get_or_insert_default().push(id),
+    /// Adds a Service, by its plan's order.
+    fn add(&mut self, id: ServiceId, plans: &BTreeMap<ServiceId, Planned>) {
+        let order = |id: ServiceId| plans.get(&id).map(Planned::order);
+        let Some(first) = self.first else {
+            self.first = Some(id);
+            return;
+        };
+        let more = self.more.get_or_insert_default();
+        if order(id) < order(first) {
+            self.first = Some(id);
+            more.insert(0, first);
+        } else {
+            more.insert(more.partition_point(|other| order(*other) < order(id)), id);
         }
     }
 
-    pub(super) fn remove(&mut self, id: ServiceId) {
-        let left: Vec<ServiceId> = self.iter().filter(|claim| *claim != id).collect();
-        *self = Claims::default();
-        left.into_iter().for_each(|id| self.add(id));
+    /// Removes a Service, whose plan is still the one by which it was added.
+    fn remove(&mut self, id: ServiceId, plans: &BTreeMap<ServiceId, Planned>) {
+        let order = |id: ServiceId| plans.get(&id).map(Planned::order);
+        let mut more = self.more.take();
+        if self.first == Some(id) {
+            self.first = more.as_mut().map(|more| more.remove(0));
+        } else if let Some(more) = &mut more {
+            let place = more.partition_point(|other| order(*other) < order(id));
+            if more.get(place) == Some(&id) {
+                more.remove(place);
+            }
+        }
+        self.more = more.filter(|more| !more.is_empty());
     }
 }
 
@@ -227,38 +239,31 @@ impl Planner {
                 .plans
                 .get(&id)
                 .is_some_and(|planned| planned.rank != rank);
-            // A new rank may turn every conflict, so everything is looked at again.
-            let (came, went): (Vec<Key>, Vec<Key>) = (
-                touched.iter().filter(|t| t.came()).map(|t| t.key).collect(),
-                touched.iter().filter(|t| t.went()).map(|t| t.key).collect(),
-            );
             let mut marks: BTreeSet<Key> = touched.iter().map(|t| t.key).collect();
-            if rerank {
-                marks.extend(items.iter().map(|(key, _)| *key));
-            }
+            // With another rank it claims everything anew.
+            let (leaves, comes): (Vec<Key>, Vec<Key>) = if rerank {
+                let old = self.plans.get(&id).map(|planned| planned.keys.to_vec());
+                let new: Vec<Key> = items.iter().map(|(key, _)| *key).collect();
+                marks.extend(&new);
+                (old.unwrap_or_default(), new)
+            } else {
+                (
+                    touched.iter().filter(|t| t.went()).map(|t| t.key).collect(),
+                    touched.iter().filter(|t| t.came()).map(|t| t.key).collect(),
+                )
+            };
+            let servers = leaves.iter().chain(&comes).filter_map(|key| match key {
+                Key::VirtualServer(vs) => Some(*vs),
+                _ => None,
+            });
+            let servers: BTreeSet<VirtualServerKey> = servers.collect();
             // Real servers follow their virtual server's winner: before and after.
-            for key in came
-                .iter()
-                .chain(&went)
-                .chain(rerank.then_some(&marks).into_iter().flatten())
-            {
-                if let Key::VirtualServer(vs) = key {
-                    self.real_servers_of_all_claims(*vs)
-                        .into_iter()
-                        .for_each(|rs| self.mark(rs, self.group(id)));
-                }
-            }
-            for key in went {
-                if matches!(key, Key::RealServer(..)) {
-                    continue;
-                }
-                let Some(record) = self.records.get_mut(&key) else {
-                    continue;
-                };
-                let rivals = record.claims.more.is_some();
-                let before = self.owner(&key).filter(|_| rivals).cloned();
+            marks.extend(servers.iter().flat_map(|vs| self.real_servers_of(*vs)));
+            for key in leaves {
+                let stays = items.binary_search_by(|(new, _)| new.cmp(&key)).is_ok();
+                let before = self.owner(&key).filter(|_| !stays).cloned();
                 if let Some(record) = self.records.get_mut(&key) {
-                    record.claims.remove(id);
+                    record.claims.remove(id, &self.plans);
                 }
                 if let (Key::VirtualServer(key), Some(from), Some(to)) =
                     (key, before, self.owner(&key))
@@ -266,13 +271,6 @@ impl Planner {
                     let to = to.clone();
                     let takeover = self.takeovers.entry(key).or_insert((from, to.clone()));
                     takeover.1 = to;
-                }
-            }
-            let contested = came.clone();
-            for key in came {
-                self.held.remove(&key);
-                if !matches!(key, Key::RealServer(..)) {
-                    self.records.entry(key).or_default().claims.add(id);
                 }
             }
             let group = self.group(id);
@@ -290,45 +288,50 @@ impl Planner {
                 };
                 self.plans.insert(id, planned);
             }
+            for key in comes {
+                self.held.remove(&key);
+                if !matches!(key, Key::RealServer(..)) {
+                    let record = self.records.entry(key).or_default();
+                    record.claims.add(id, &self.plans);
+                    self.note_conflict(&key, id);
+                }
+            }
+            marks.extend(servers.iter().flat_map(|vs| self.real_servers_of(*vs)));
             for key in marks {
                 self.mark(key, group);
-            }
-            for key in contested {
-                self.note_conflict(&key);
             }
         }
     }
 
-    /// Notes who goes without a virtual server that more than one Service claims.
-    pub(super) fn note_conflict(&mut self, key: &Key) {
-        let Key::VirtualServer(vs) = key else { return };
-        let Some(record) = self.records.get(key).filter(|r| r.claims.more.is_some()) else {
+    /// Notes who goes without a virtual server that this Service has come to claim beside another.
+    fn note_conflict(&mut self, key: &Key, id: ServiceId) {
+        let (Key::VirtualServer(vs), Some(record)) = (key, self.records.get(key)) else {
             return;
         };
-        let Some(winner) = self.winner(record) else {
-            return;
+        let claims = &record.claims;
+        let loser = match claims.first {
+            // The one that had it.
+            Some(first) if first == id => claims.more.as_ref().and_then(|more| more.first()),
+            _ => Some(&id),
         };
-        let losers = record.claims.iter().filter_map(|id| self.plans.get(&id));
-        let conflicts: Vec<Conflict> = losers
-            .filter(|loser| loser.name != winner.name)
-            .map(|loser| Conflict {
+        let name = |id: &ServiceId| self.plans.get(id).map(|planned| planned.name.clone());
+        if let (Some(winner), Some(loser)) =
+            (claims.first.as_ref().and_then(name), loser.and_then(name))
+        {
+            self.conflicts.insert(Conflict {
                 key: *vs,
-                winner: winner.name.clone(),
-                loser: loser.name.clone(),
-            })
-            .collect();
-        self.conflicts.extend(conflicts);
+                winner,
+                loser,
+            });
+        }
     }
 
-    /// Every real server that any claimant of a virtual server, or the kernel, has under it.
-    /// Few virtual servers have more than one claimant.
-    pub(super) fn real_servers_of_all_claims(&self, vs: VirtualServerKey) -> Vec<Key> {
-        let Some(record) = self.records.get(&Key::VirtualServer(vs)) else {
-            return Vec::new();
-        };
-        let (low, high) = real_servers(vs);
+    /// The real servers of a virtual server: those that the Service wants that has it, and the kernel's.
+    pub(super) fn real_servers_of(&self, vs: VirtualServerKey) -> Vec<Key> {
         let mut keys: Vec<Key> = self.real_servers.of(vs).collect();
-        for planned in record.claims.iter().filter_map(|id| self.plans.get(&id)) {
+        let record = self.records.get(&Key::VirtualServer(vs));
+        if let Some(planned) = record.and_then(|record| self.winner(record)) {
+            let (low, high) = real_servers(vs);
             let start = planned.keys.partition_point(|key| *key < low);
             let under = planned.keys.get(start..).unwrap_or_default();
             keys.extend(under.iter().copied().take_while(|key| *key <= high));
@@ -359,12 +362,8 @@ impl Planner {
         }
     }
 
-    pub(super) fn winner(&self, record: &Record) -> Option<&Planned> {
-        let claims = record.claims.iter().filter_map(|id| self.plans.get(&id));
-        match record.claims.more {
-            None => { claims }.next(),
-            Some(_) => claims.min_by_key(|planned| planned.order()),
-        }
+    fn winner(&self, record: &Record) -> Option<&Planned> {
+        self.plans.get(&record.claims.first?)
     }
 
     /// What the claims say that the kernel should hold at a key.

@@ -128,7 +128,7 @@ impl Planner {
             .collect();
         for key in gone {
             if let Key::VirtualServer(vs) = key {
-                for child in self.real_servers_of_all_claims(vs) {
+                for child in self.real_servers_of(vs) {
                     self.set_applied(child, read.get(&child).cloned());
                     self.check(child, UNCLAIMED, now);
                 }

@@ -65,6 +65,21 @@ fn a_pod_needs_another_address_than_the_cluster_ip() {
         cluster.serve("web", "10.96.0.80", &[0]);
         node.wait_table("news come", |table| table.contains("-a -t 10.96.0.80:80"));
         assert!(!node.log().contains(HINT));
+
+        // Another authority counts as soon as it is there, as a kubeconfig's does.
+        let certificate = format!("{ACCOUNT}/ca.crt");
+        node.write(&certificate, "");
+        wait_up_to(Duration::from_secs(60), "the new file is read", || {
+            std::thread::sleep(Duration::from_millis(200));
+            node.log().contains("connecting anew")
+        });
+        cluster.serve("late", "10.96.0.81", &[0]);
+        std::thread::sleep(Duration::from_secs(2));
+        assert!(!node.table().contains("10.96.0.81"));
+        node.write(&certificate, &authority);
+        node.wait_table("news come again", |table| {
+            table.contains("-a -t 10.96.0.81:80")
+        });
         node.run(&format!("rm -r {ACCOUNT}"));
     });
 }

@@ -106,7 +106,7 @@ fn planned(world: &str, form: &str) -> String {
         [
             "names no ports",
             "is not used",
-            "belongs to the older Service",
+            "which comes first",
             "is missing",
             "is not supported yet",
         ]

@@ -1322,7 +1322,7 @@ fn extra() -> Vec<Row> {
                 assert_eq!(
                     texts,
                     [
-                        "Service ns1/a: 5.6.7.8:80/tcp belongs to the older Service ns1/z: \
+                        "Service ns1/a: 5.6.7.8:80/tcp belongs to Service ns1/z, which comes first: \
                          not served",
                     ]
                 );
@@ -1632,4 +1632,86 @@ fn a_node_without_addresses_keeps_its_primary_ones() {
         "100.101.102.103:3001/tcp ->" => "100.101.102.104:3001/tcp ->",
         line => line,
     }));
+}
+
+/// Beside E17: an older Service asks for another's ClusterIP; that one keeps it.
+#[test]
+fn an_external_ip_takes_no_cluster_ip() {
+    let thief = service("a")
+        .cluster_ip("10.20.30.41")
+        .external_ip("10.20.30.42")
+        .tcp(80)
+        .created(1);
+    let web = service("z").cluster_ip("10.20.30.42").tcp(80).created(2);
+    for order in [[thief.clone(), web.clone()], [web.clone(), thief.clone()]] {
+        let mut w = World::new();
+        w.put(slice("a").tcp(80).endpoint("10.180.0.1"));
+        w.put(slice("z").tcp(80).endpoint("10.180.0.2"));
+        for object in order {
+            w.put(object);
+            w.settle();
+        }
+        let served = [
+            "10.20.30.41:80/tcp -> 10.180.0.1:80",
+            "10.20.30.42:80/tcp -> 10.180.0.2:80",
+            "bound: 10.20.30.41, 10.20.30.42",
+            "KUBE-CLUSTER-IP: 10.20.30.41,tcp:80, 10.20.30.42,tcp:80",
+        ];
+        w.pass(Duration::from_secs(3));
+        w.holds(&served);
+        let conflicts = w.planner.take_conflicts();
+        let texts: Vec<String> = conflicts.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            texts,
+            [
+                "Service ns1/a: 10.20.30.42:80/tcp belongs to Service ns1/z, which comes first: not served"
+            ]
+        );
+        // While nobody has the ClusterIP, it is an external IP like any other.
+        w.no_service("z");
+        w.pass(Duration::from_secs(3));
+        w.holds(&[
+            "10.20.30.41:80/tcp -> 10.180.0.1:80",
+            "10.20.30.42:80/tcp -> 10.180.0.1:80",
+            "bound: 10.20.30.41, 10.20.30.42",
+            "KUBE-CLUSTER-IP: 10.20.30.41,tcp:80",
+            "KUBE-EXTERNAL-IP: 10.20.30.42,tcp:80",
+        ]);
+        w.put(web.clone());
+        w.pass(Duration::from_secs(3));
+        w.holds(&served);
+    }
+}
+
+/// Beside E17: an external IP becomes the load balancer's address, and goes before an older external IP.
+#[test]
+fn a_load_balancers_address_goes_before_an_older_external_ip() {
+    let old = service("a")
+        .cluster_ip("10.20.30.41")
+        .external_ip("5.6.7.8")
+        .tcp(80)
+        .created(1);
+    let young = service("z").cluster_ip("10.20.30.42").tcp(80).created(2);
+    let mut w = World::new();
+    w.put(slice("a").tcp(80).endpoint("10.180.0.1"));
+    w.put(slice("z").tcp(80).endpoint("10.180.0.2"));
+    w.put(old);
+    w.put(young.clone().external_ip("5.6.7.8"));
+    w.settle();
+    let holds = |w: &mut World, pod: &str, set: &str| {
+        w.pass(Duration::from_secs(3));
+        w.holds(&[
+            "10.20.30.41:80/tcp -> 10.180.0.1:80",
+            "10.20.30.42:80/tcp -> 10.180.0.2:80",
+            &format!("5.6.7.8:80/tcp -> {pod}:80"),
+            "bound: 5.6.7.8, 10.20.30.41, 10.20.30.42",
+            "KUBE-CLUSTER-IP: 10.20.30.41,tcp:80, 10.20.30.42,tcp:80",
+            &format!("{set}: 5.6.7.8,tcp:80"),
+        ]);
+    };
+    holds(&mut w, "10.180.0.1", "KUBE-EXTERNAL-IP");
+    w.put(young.clone().ingress("5.6.7.8"));
+    holds(&mut w, "10.180.0.2", "KUBE-LOAD-BALANCER");
+    w.put(young.external_ip("5.6.7.8"));
+    holds(&mut w, "10.180.0.1", "KUBE-EXTERNAL-IP");
 }

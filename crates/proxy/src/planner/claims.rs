@@ -4,14 +4,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
+use ipset_rs::Entry;
 use ipvs_netlink::VirtualServerKey;
 
 use super::{API_SERVER, FIRST_OTHER, Group, Planner, ServiceId, UNCLAIMED, real_servers};
 use crate::model::{ObjectName, Service};
 use crate::plan;
-use crate::state::{Key, Value};
+use crate::state::{Key, Role, Set, Value, owned_by, owning_entries};
 
-/// Two Services claim one virtual server; the first in creation order has it.
+/// Two Services claim one virtual server. An address and port that the API server gives to one Service only (a ClusterIP, a node
+/// port) goes before a load balancer's, and that before an external IP, which anybody may ask for; among equals the Service that
+/// was created first has it, and of the same second the first by UID and name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Conflict {
     /// What they both claim.
@@ -27,7 +30,7 @@ impl fmt::Display for Conflict {
         let Conflict { key, winner, loser } = self;
         write!(
             f,
-            "Service {loser}: {key} belongs to the older Service {winner}: not served"
+            "Service {loser}: {key} belongs to Service {winner}, which comes first: not served"
         )
     }
 }
@@ -74,8 +77,24 @@ impl Planned {
         self.keys.iter().zip(&self.values)
     }
 
-    fn order(&self) -> impl Ord {
-        (&self.rank, &self.name)
+    /// By what the first of those that claim a key is found.
+    fn order(&self, key: &Key) -> impl Ord {
+        (self.grade(key), &self.rank, &self.name)
+    }
+
+    /// How a Service comes by a virtual server: 0 as its ClusterIP or node port, 1 by its load balancer, 2 as an external IP.
+    fn grade(&self, key: &Key) -> u8 {
+        let Key::VirtualServer(vs) = key else {
+            return 0;
+        };
+        let entries = owning_entries(vs).filter(|entry| self.get(entry).is_some());
+        let grade = |entry: Key| match entry {
+            Key::Entry(set, _) if set.role == Role::ClusterIp => Some(0),
+            Key::Entry(set, _) if set.role == Role::LoadBalancer => Some(1),
+            Key::Entry(set, _) if set.role == Role::ExternalIp => Some(2),
+            _ => None,
+        };
+        entries.filter_map(grade).min().unwrap_or(0)
     }
 }
 
@@ -87,7 +106,7 @@ pub(super) struct Record {
 }
 
 /// The Services that claim a key: the one that has it, and the others in order. Most keys have one, but a thousand Services
-/// may lead to one pod. A real server has none of its own: who has its virtual server decides.
+/// may lead to one pod. What [follows](decides) a virtual server has none of its own.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     pub(super) first: Option<ServiceId>,
@@ -100,8 +119,8 @@ pub(super) struct Claims {
 
 impl Claims {
     /// Adds a Service, by its plan's order.
-    fn add(&mut self, id: ServiceId, plans: &BTreeMap<ServiceId, Planned>) {
-        let order = |id: ServiceId| plans.get(&id).map(Planned::order);
+    fn add(&mut self, id: ServiceId, key: &Key, plans: &BTreeMap<ServiceId, Planned>) {
+        let order = |id: ServiceId| plans.get(&id).map(|planned| planned.order(key));
         let Some(first) = self.first else {
             self.first = Some(id);
             return;
@@ -116,8 +135,8 @@ impl Claims {
     }
 
     /// Removes a Service, whose plan is still the one by which it was added.
-    fn remove(&mut self, id: ServiceId, plans: &BTreeMap<ServiceId, Planned>) {
-        let order = |id: ServiceId| plans.get(&id).map(Planned::order);
+    fn remove(&mut self, id: ServiceId, key: &Key, plans: &BTreeMap<ServiceId, Planned>) {
+        let order = |id: ServiceId| plans.get(&id).map(|planned| planned.order(key));
         let mut more = self.more.take();
         if self.first == Some(id) {
             self.first = more.as_mut().map(|more| more.remove(0));
@@ -128,6 +147,23 @@ impl Claims {
             }
         }
         self.more = more.filter(|more| !more.is_empty());
+    }
+}
+
+/// The key whose claims decide on a key: of real servers, and of the entries by which it is known and reached, their virtual
+/// server.
+fn decides(key: &Key) -> Key {
+    match key {
+        Key::RealServer(vs, _) => Key::VirtualServer(*vs),
+        Key::Entry(set, Entry::IpPort(address, protocol, port)) if set.role == Role::Serving => {
+            Key::VirtualServer(VirtualServerKey::Address {
+                address: *address,
+                port: *port,
+                protocol: *protocol,
+            })
+        }
+        Key::Entry(set, entry) => owned_by(*set, entry).map_or(*key, Key::VirtualServer),
+        other => *other,
     }
 }
 
@@ -200,11 +236,7 @@ impl Planner {
     /// The Service that a key belongs to now.
     #[must_use]
     pub fn owner(&self, key: &Key) -> Option<&ObjectName> {
-        let key = match key {
-            Key::RealServer(vs, _) => Key::VirtualServer(*vs),
-            other => *other,
-        };
-        self.winner(self.records.get(&key)?)
+        self.winner(self.records.get(&decides(key))?)
             .map(|planned| &planned.name)
     }
 
@@ -240,30 +272,34 @@ impl Planner {
                 .get(&id)
                 .is_some_and(|planned| planned.rank != rank);
             let mut marks: BTreeSet<Key> = touched.iter().map(|t| t.key).collect();
-            // With another rank it claims everything anew.
-            let (leaves, comes): (Vec<Key>, Vec<Key>) = if rerank {
-                let old = self.plans.get(&id).map(|planned| planned.keys.to_vec());
-                let new: Vec<Key> = items.iter().map(|(key, _)| *key).collect();
-                marks.extend(&new);
-                (old.unwrap_or_default(), new)
-            } else {
-                (
-                    touched.iter().filter(|t| t.went()).map(|t| t.key).collect(),
-                    touched.iter().filter(|t| t.came()).map(|t| t.key).collect(),
-                )
-            };
-            let servers = leaves.iter().chain(&comes).filter_map(|key| match key {
+            let old = self.plans.get(&id);
+            let had = |key: &Key| old.is_some_and(|planned| planned.get(key).is_some());
+            let has = |key: &Key| items.binary_search_by(|(new, _)| new.cmp(key)).is_ok();
+            let came_or_went = || touched.iter().filter(|t| t.came() || t.went());
+            let mut anew: BTreeSet<Key> = came_or_went().map(|t| t.key).collect();
+            if rerank {
+                anew.extend(old.into_iter().flat_map(|planned| planned.keys()));
+                anew.extend(items.iter().map(|(key, _)| *key));
+                marks.extend(&anew);
+            }
+            // It may come by a virtual server in another way than before.
+            anew.extend(came_or_went().map(|t| decides(&t.key)));
+            anew.retain(|key| decides(key) == *key);
+            let came: Vec<Key> = touched.iter().filter(|t| t.came()).map(|t| t.key).collect();
+            let leaves: Vec<Key> = anew.iter().filter(|key| had(key)).copied().collect();
+            let comes: Vec<Key> = anew.iter().filter(|key| has(key)).copied().collect();
+            let servers = anew.iter().filter_map(|key| match key {
                 Key::VirtualServer(vs) => Some(*vs),
                 _ => None,
             });
-            let servers: BTreeSet<VirtualServerKey> = servers.collect();
-            // Real servers follow their virtual server's winner: before and after.
-            marks.extend(servers.iter().flat_map(|vs| self.real_servers_of(*vs)));
+            let servers: Vec<VirtualServerKey> = servers.collect();
+            // What follows a virtual server is its winner's: before and after.
+            marks.extend(servers.iter().flat_map(|vs| self.followers(*vs)));
             for key in leaves {
                 let stays = items.binary_search_by(|(new, _)| new.cmp(&key)).is_ok();
                 let before = self.owner(&key).filter(|_| !stays).cloned();
                 if let Some(record) = self.records.get_mut(&key) {
-                    record.claims.remove(id, &self.plans);
+                    record.claims.remove(id, &key, &self.plans);
                 }
                 if let (Key::VirtualServer(key), Some(from), Some(to)) =
                     (key, before, self.owner(&key))
@@ -289,14 +325,14 @@ impl Planner {
                 self.plans.insert(id, planned);
             }
             for key in comes {
-                self.held.remove(&key);
-                if !matches!(key, Key::RealServer(..)) {
-                    let record = self.records.entry(key).or_default();
-                    record.claims.add(id, &self.plans);
-                    self.note_conflict(&key, id);
-                }
+                let record = self.records.entry(key).or_default();
+                record.claims.add(id, &key, &self.plans);
+                self.note_conflict(&key, id);
             }
-            marks.extend(servers.iter().flat_map(|vs| self.real_servers_of(*vs)));
+            for key in &came {
+                self.held.remove(key);
+            }
+            marks.extend(servers.iter().flat_map(|vs| self.followers(*vs)));
             for key in marks {
                 self.mark(key, group);
             }
@@ -324,6 +360,25 @@ impl Planner {
                 loser,
             });
         }
+    }
+
+    /// All keys on which a virtual server's claims [decide](decides), as far as there is anything to do with them.
+    fn followers(&self, vs: VirtualServerKey) -> Vec<Key> {
+        let mut keys = self.real_servers_of(vs);
+        keys.extend(owning_entries(&vs));
+        if let VirtualServerKey::Address {
+            address,
+            port,
+            protocol,
+        } = vs
+        {
+            let set = Set {
+                family: vs.family(),
+                role: Role::Serving,
+            };
+            keys.push(Key::Entry(set, Entry::IpPort(address, protocol, port)));
+        }
+        keys
     }
 
     /// The real servers of a virtual server: those that the Service wants that has it, and the kernel's.
@@ -371,10 +426,6 @@ impl Planner {
         if let Some(value) = self.base.get(key) {
             return Some(value);
         }
-        let decides = match key {
-            Key::RealServer(vs, _) => Key::VirtualServer(*vs),
-            other => *other,
-        };
-        self.winner(self.records.get(&decides)?)?.get(key)
+        self.winner(self.records.get(&decides(key))?)?.get(key)
     }
 }

@@ -24,6 +24,7 @@ use crate::translate::{self, Refusal};
 
 pub use access::{Access, AccessError};
 pub use follow::follow;
+pub(crate) use follow::in_a_line;
 
 /// What is followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

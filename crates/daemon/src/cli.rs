@@ -14,7 +14,12 @@ use crate::translate::parse_address;
 
 /// IPVS service proxy for Kubernetes: a replacement of kube-proxy's IPVS mode.
 #[derive(Debug, Parser)]
-#[command(name = "ipvs-proxy", version, disable_help_subcommand = true)]
+#[command(
+    name = "ipvs-proxy",
+    version,
+    propagate_version = true,
+    disable_help_subcommand = true
+)]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]

@@ -148,7 +148,8 @@ impl From<&Refusal> for Finding {
         let (kind, name) = refusal.object.split_once(' ').unwrap_or_default();
         let name = name
             .split_once('/')
-            .map(|(namespace, name)| ObjectName::new(namespace, name));
+            .map(|(namespace, name)| ObjectName::new(namespace, name))
+            .filter(|name| !name.name.is_empty());
         let object = match (kind, name) {
             ("Service", Some(name)) => Object::Service(name),
             ("EndpointSlice", Some(name)) => Object::EndpointSlice(name),

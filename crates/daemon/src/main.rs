@@ -6,6 +6,9 @@ use std::process::ExitCode;
 use clap::Parser as _;
 use ipvs_proxy::cli::{self, Cleanup, Cli, Command, LogFormat, Plan, Run};
 use ipvs_proxy::{cleanup, config, init, inspect, plan, run, say};
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 /// A command line that can't be used.
 const USAGE: u8 = 2;
@@ -60,15 +63,24 @@ fn run_command(flags: &Run) -> ExitCode {
             ipvs_exclude_cidrs: settings.config.exclude_cidrs.clone(),
         });
     }
-    let log = tracing_subscriber::fmt()
+    let level = LevelFilter::from_level(settings.log_level());
+    // What libraries have to say of an API server that is away is said here once, and not with whole answers.
+    let others = match level >= LevelFilter::DEBUG {
+        true => level,
+        false => LevelFilter::OFF,
+    };
+    let filter = Targets::new()
+        .with_default(others)
+        .with_target("ipvs_proxy", level);
+    let log = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         // Else a line that can't be written makes another that panics.
         .log_internal_errors(false)
-        .with_max_level(settings.log_level())
         .with_target(false);
+    let registry = tracing_subscriber::registry().with(filter);
     match settings.log_format {
-        LogFormat::Text => log.with_ansi(false).init(),
-        LogFormat::Json => log.json().flatten_event(true).init(),
+        LogFormat::Text => registry.with(log.with_ansi(false)).init(),
+        LogFormat::Json => registry.with(log.json().flatten_event(true)).init(),
     }
     for warning in &loaded.warnings {
         tracing::warn!("{warning}");

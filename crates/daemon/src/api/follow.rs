@@ -26,8 +26,12 @@ const SELECTOR: &str = "!service.kubernetes.io/service-proxy-name,!service.kuber
 const PAGE: u32 = 500;
 /// How long one watch lasts, in seconds; the next goes on where it ended.
 const WATCH_S: u32 = 290;
-/// A watch that lasted less than this was hardly one.
+/// A watch that lasted less than this, and brought nothing, was hardly one.
 const SHORT: Duration = Duration::from_secs(1);
+/// After a watch that lasted that long a failure is the first of its kind.
+const LONG: Duration = Duration::from_secs(10);
+/// The most characters of an error that are told: an answer may be a page for a person.
+const LONGEST_TEXT: usize = 500;
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// Objects that are told together.
@@ -158,17 +162,17 @@ impl Follower<'_> {
         let mut failures = 0;
         loop {
             let started = Instant::now();
-            let error = match self.once(&api, told, &mut version, &mut failures).await {
+            let error = match self.once(&api, told, &mut version).await {
                 Ok(()) => {
-                    // A server that ends each watch at once is not asked as fast as it answers.
-                    if started.elapsed() < SHORT {
-                        tokio::time::sleep(FIRST_PAUSE).await;
-                    }
+                    failures = 0;
                     continue;
                 }
                 Err(Stop::Nobody) => return Ended::Nobody,
                 Err(Stop::Failed(error)) => error,
             };
+            if started.elapsed() > LONG {
+                failures = 0;
+            }
             let pause = pause(failures, &error);
             // The server no longer has what came after the last answer: that happens, once.
             let expired = is(&error, 410);
@@ -195,7 +199,6 @@ impl Follower<'_> {
         api: &Api<Sent<K>>,
         told: &mut Told,
         version: &mut Option<String>,
-        failures: &mut u32,
     ) -> Result<(), Stop> {
         let from = match version.take() {
             Some(version) => version,
@@ -207,11 +210,19 @@ impl Follower<'_> {
         // Whatever ends the watch, the next goes on from here.
         let last = version.insert(from);
         let stream = api.watch(&params, last).await?;
-        *failures = 0;
-        // Also of a failure that another client met.
-        self.tell(ApiEvent::Followed(K::KIND))?;
         let mut stream = std::pin::pin!(stream.ready_chunks(TOGETHER));
-        while let Some(events) = stream.next().await {
+        // An answer has begun: whether it is a watch shows by its first event, or by its silence.
+        let mut follows = false;
+        loop {
+            let events = if follows {
+                stream.next().await
+            } else {
+                match tokio::time::timeout(SHORT, stream.next()).await {
+                    Ok(events) => events,
+                    Err(_) => Some(Vec::new()),
+                }
+            };
+            let Some(events) = events else { break };
             let mut news = News::default();
             let mut stop = None;
             for event in events {
@@ -246,8 +257,15 @@ impl Follower<'_> {
             if let Some(stop) = stop {
                 return Err(stop);
             }
+            if !std::mem::replace(&mut follows, true) {
+                // Also of a failure that another client met.
+                self.tell(ApiEvent::Followed(K::KIND))?;
+            }
         }
-        Ok(())
+        match follows {
+            true => Ok(()),
+            false => Err(odd("the API server ends the watch at once")),
+        }
     }
 
     /// Tells all objects of the kind, and those gone that were known and are not listed; the version of the list.
@@ -260,7 +278,19 @@ impl Follower<'_> {
         let latest = self.latest.get();
         loop {
             let page = api.list(&params).await?;
+            let types = (&*page.types.api_version, &*page.types.kind);
+            let (version, kind) = (K::api_version(&()), format!("{}List", K::kind(&())));
+            // Else all that is in force would go for something that is no answer.
+            if types != (&*version, &*kind) {
+                return Err(odd(format!(
+                    "the API server answers a list of {} with {} {}",
+                    K::KIND.resource(),
+                    types.0,
+                    types.1
+                )));
+            }
             let mut news = News::default();
+            let before = listed.len();
             for object in &page.items {
                 listed.insert(translate::object_name(&object.metadata));
                 told.put(object, self.node_name, &mut news);
@@ -273,6 +303,12 @@ impl Follower<'_> {
             }
             self.tell_news(news)?;
             match next {
+                Some(_) if before > 0 && listed.len() == before => {
+                    return Err(odd(format!(
+                        "the API server's list of {} does not end: a page brings what others have brought",
+                        K::KIND.resource()
+                    )));
+                }
                 Some(token) => params.continue_token = Some(token),
                 None => return Ok(page.metadata.resource_version.unwrap_or_default()),
             }
@@ -293,7 +329,10 @@ impl Follower<'_> {
     /// The error in one line: verb and resource, and what is behind it.
     fn say(&self, error: &kube::Error) -> String {
         if let kube::Error::Api(status) = error {
-            return format!("{} ({})", status.message, status.code);
+            return in_a_line(&match &*status.message {
+                "" => "what the API server sent is neither an object nor a Status".to_owned(),
+                message => format!("{message} ({})", status.code),
+            });
         }
         let mut text = error.to_string();
         let mut unreachable = false;
@@ -308,10 +347,29 @@ impl Follower<'_> {
             unreachable |= failure.is_some_and(|e| e.kind() != ErrorKind::InvalidData);
             source = cause.source();
         }
+        let text = in_a_line(&text);
         match self.access.hint() {
             Some(hint) if unreachable => format!("{text}; {hint}"),
             _ => text,
         }
+    }
+}
+
+/// A failure that the client library has no word for.
+fn odd(text: impl Into<String>) -> Stop {
+    Stop::Failed(kube::Error::Service(text.into().into()))
+}
+
+/// What somebody else wrote, as a part of a line: without what forges lines or speaks to a terminal, and not longer than a
+/// person reads.
+pub(crate) fn in_a_line(text: &str) -> String {
+    let words = text.split(|c: char| c.is_whitespace() || c.is_control());
+    let words: Vec<&str> = words.filter(|word| !word.is_empty()).collect();
+    let text = words.join(" ");
+    let text = text.strip_prefix("ServiceError: ").unwrap_or(&text);
+    match text.char_indices().nth(LONGEST_TEXT) {
+        Some((end, _)) => format!("{} …", text.get(..end).unwrap_or_default()),
+        None => text.to_owned(),
     }
 }
 
@@ -334,4 +392,28 @@ fn share() -> f64 {
     // The keys of the hash are random.
     let number = RandomState::new().hash_one(0_u8) >> 32;
     f64::from(u32::try_from(number).unwrap_or_default()) / f64::from(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::in_a_line;
+
+    #[test]
+    fn what_others_wrote_is_one_short_line() {
+        for (text, line) in [
+            ("services is forbidden", "services is forbidden"),
+            (
+                "ServiceError: client error (Connect)",
+                "client error (Connect)",
+            ),
+            (
+                "<html>\n  <b>\u{1b}[31mred</b>\r\nERROR forged",
+                "<html> <b> [31mred</b> ERROR forged",
+            ),
+        ] {
+            assert_eq!(in_a_line(text), line);
+        }
+        let long = in_a_line(&"é".repeat(10_000));
+        assert_eq!(long.chars().count(), 502);
+    }
 }

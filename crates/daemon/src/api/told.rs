@@ -22,7 +22,9 @@ impl Told {
     /// nothing was read of it before, nothing of it counts.
     pub(super) fn put<K: Followed>(&mut self, sent: &Sent<K>, node_name: &str, news: &mut News) {
         let name = translate::object_name(&sent.metadata);
+        let nameless = ("metadata.name".to_owned(), "missing".to_owned());
         let (field, error) = match &sent.object {
+            Ok(_) if name.name.is_empty() => &nameless,
             Ok(object) => {
                 self.known.insert(name.clone());
                 self.forget_unread::<K>(&name, news);
@@ -112,6 +114,20 @@ mod tests {
         let sent: Sent<Service> = serde_json::from_str(text).unwrap();
         told.put(&sent, "n1", &mut news);
         said(&news)
+    }
+
+    #[test]
+    fn an_object_without_a_name_is_none() {
+        let mut told = Told::default();
+        let text = r#"{"metadata": {}, "spec": {"clusterIP": "10.0.0.1"}}"#;
+        assert_eq!(
+            put(&mut told, text),
+            [
+                "Service default/: metadata.name: missing so nothing of the object is used",
+                "1 unread"
+            ]
+        );
+        assert_eq!(listed(&mut told, &["web"]), [" gone", "0 unread"]);
     }
 
     fn listed(told: &mut Told, names: &[&str]) -> Vec<String> {

@@ -16,7 +16,7 @@ use tokio::time::timeout;
 use tracing::{debug, warn};
 
 use super::{Due, Finding, Object, Reason, Reporter};
-use crate::api::Access;
+use crate::api::{Access, in_a_line};
 use crate::serve::Status;
 
 const CONTROLLER: &str = "ipvs-proxy.io/ipvs-proxy";
@@ -131,7 +131,7 @@ async fn create(access: &Access, node: &str, due: Due) -> Result<(), String> {
         Err(kube::Error::Api(status)) if status.code == 409 => Ok(()),
         // The namespace is going or gone, and with it who would read this.
         Err(kube::Error::Api(status)) if status.code == 404 || is_terminating(&status) => Ok(()),
-        Err(error) => Err(error.to_string()),
+        Err(error) => Err(in_a_line(&error.to_string())),
         Ok(_) => Ok(()),
     }
 }

@@ -272,6 +272,19 @@ func TestChart(t *testing.T) {
 			t.Errorf("the last argument of %s is %s", container.Name, last)
 		}
 	}
+	// The probes ask where the configuration says.
+	for address, port := range map[string]int32{"": 10256, "0.0.0.0:10300": 10300, "[::]:10301": 10301} {
+		values := map[string]any{"apiServer": "https://192.0.2.1:6443", "config": map[string]any{"healthzBindAddress": address}}
+		if got := rendered(t, values).daemonSet.Spec.Template.Spec.Containers[0].Ports[0].ContainerPort; got != port {
+			t.Errorf("healthzBindAddress %q: the probes' port is %d", address, got)
+		}
+	}
+	for name, value := range map[string]any{"clusterCidr": "10.0.0.0/8", "scheduler": 5, "healthzPort": 0} {
+		_, err := helm(map[string]any{"apiServer": "https://192.0.2.1:6443", name: value})
+		if err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("%s %v: the error is %v", name, value, err)
+		}
+	}
 }
 
 // As kind itself reads it; what it takes for kubeProxyMode is in its internal package config.

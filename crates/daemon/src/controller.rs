@@ -236,6 +236,7 @@ impl<D: Dataplane> Controller<D> {
             return;
         };
         let (changes, problems) = source.rescan();
+        self.settings.status.manifests(source.faults());
         for problem in problems {
             match problem {
                 Problem::BadFile { .. } | Problem::Unreachable { .. } => error!("{problem}"),
@@ -453,6 +454,10 @@ impl<D: Dataplane> Controller<D> {
         let stopped = self.settings.stop.load(Ordering::Relaxed);
         if self.adopted && !stopped && !std::mem::replace(&mut self.in_force, true) {
             match refused {
+                0 if matches!(&self.objects, Objects::Manifests(source) if !source.is_complete()) =>
+                {
+                    warn!("what could be read is in force; not all manifests could be read");
+                }
                 0 => info!("what the objects say is in force"),
                 failed => warn!(failed, "not all of what the objects say is in force"),
             }

@@ -249,6 +249,15 @@ impl Metrics {
             OfSet::default(),
         );
         let set_entries = add(r, "set_entries", "Entries of an ipset", OfSet::default());
+        let drift = add(
+            r,
+            "drift",
+            "Things that somebody else changed, by what was done about it",
+            Counters::default(),
+        );
+        for action in ["repaired", "reported"] {
+            let _ = drift.get_or_create(&[("action", action)]);
+        }
         let metrics = Metrics {
             ops: add(
                 r,
@@ -292,12 +301,7 @@ impl Metrics {
                 "Times that the kernel could not be read",
                 Counter::default(),
             ),
-            drift: add(
-                r,
-                "drift",
-                "Things that somebody else changed, by what was done about it",
-                Counters::default(),
-            ),
+            drift,
             virtual_servers: add(
                 r,
                 "virtual_servers",

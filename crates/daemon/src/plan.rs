@@ -70,6 +70,11 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
         ));
     }
     problems.extend(planner.take_conflicts().iter().map(ToString::to_string));
+    if flags.diff && !whole {
+        problems
+            .push("there is nothing to compare with: not all manifests could be read".to_owned());
+        return Err(problems.join("\n"));
+    }
     let live = flags
         .diff
         .then(|| Kernel::open(&Family::ALL, flags.iptables_backend));

@@ -189,6 +189,13 @@ impl Status {
         self.health().api.entry(kind).or_default().unread = unread;
     }
 
+    /// The manifests that can't be read, or not all of which can be used.
+    pub fn manifests(&self, faults: Vec<String>) {
+        let health = &mut self.health().manifests;
+        let since = health.take().map(|(_, since)| since);
+        *health = (!faults.is_empty()).then(|| (faults, since.unwrap_or_else(SystemTime::now)));
+    }
+
     /// A kind was listed.
     pub fn listed(&self, kind: Kind) {
         let mut health = self.health();

@@ -49,6 +49,18 @@ fn a_log_that_cannot_be_written_changes_no_exit_code() {
             &["plan", "--manifests", "/nonexistent", "--node-name", "n"],
             1,
         ),
+        // What can't be read says nothing of the kernel.
+        (
+            &[
+                "plan",
+                "--manifests",
+                "/nonexistent",
+                "--node-name",
+                "n",
+                "--diff",
+            ],
+            2,
+        ),
     ] {
         let full = File::options().write(true).open("/dev/full").unwrap();
         let (reader, closed) = std::io::pipe().unwrap();

@@ -529,8 +529,7 @@ impl Check {
                     .try_fold(tree.clone(), |tree, name| field(&tree, name))
             };
             let value = at(&set).unwrap_or_default();
-            let harmless = (path == "mode" && value == "ipvs")
-                || (path == "clientConnection.contentType" && value == "application/json");
+            let harmless = path == "clientConnection.contentType" && value == "application/json";
             if !harmless && !is_empty(&value) && Some(&value) != at(&default).as_ref() {
                 self.warn(path, &format!("{value} is not applicable: {why}"));
             }

@@ -203,7 +203,7 @@ impl Default for Configuration {
             kind: KIND.to_owned(),
             logging: Logging::default(),
             metrics_bind_address: String::new(),
-            mode: String::new(),
+            mode: "ipvs".to_owned(),
             nftables: Nftables::default(),
             node_port_addresses: Vec::new(),
             oom_score_adj: -999,
@@ -349,6 +349,7 @@ impl Configuration {
         let texts = [
             (&mut self.bind_address, defaults.bind_address),
             (&mut self.detect_local_mode, defaults.detect_local_mode),
+            (&mut self.mode, defaults.mode),
             (&mut self.logging.format, defaults.logging.format),
             (
                 &mut self.client_connection.content_type,

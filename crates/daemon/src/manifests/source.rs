@@ -209,6 +209,16 @@ impl Source {
         self.unreachable.is_empty() && self.files.values().all(|file| file.good)
     }
 
+    /// The paths and files that can't be read, or not all of which can be used, as of the last look.
+    #[must_use]
+    pub fn faults(&self) -> Vec<String> {
+        let files = self.files.iter().filter(|(_, file)| file.faulty);
+        let paths = self.unreachable.iter().chain(files.map(|(key, _)| &key.1));
+        paths
+            .map(|path| printable(&path.display().to_string()))
+            .collect()
+    }
+
     /// Reads what changed since the last time. Returns the changes of objects, and the problems
     /// that are new. A Node that is gone is no change: its addresses and its pods' networks stay the
     /// last word.

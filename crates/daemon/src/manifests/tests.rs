@@ -354,6 +354,8 @@ fn a_bad_file_keeps_its_last_good_content() {
         "{problems:?}"
     );
     assert!(!source.is_complete());
+    let file = |name: &str| dir.path(name).display().to_string();
+    assert_eq!(source.faults(), [file("b.yaml")]);
     dir.write("b.yaml", &service_text("b", "10.0.0.2"));
     dir.write(
         "a.yaml",
@@ -369,6 +371,7 @@ fn a_bad_file_keeps_its_last_good_content() {
     let mended = |file: &str| format!("{}: is good again", dir.path(file).display());
     assert_eq!(problems[1..], [mended("b.yaml")]);
     assert!(source.is_complete());
+    assert_eq!(source.faults(), [file("a.yaml")]);
     std::thread::sleep(Duration::from_millis(120));
     dir.write("a.yaml", "\u{0}\u{1}");
     fs::write(dir.path("b.yaml"), [0xff, b'\n']).unwrap();
@@ -390,6 +393,7 @@ fn a_bad_file_keeps_its_last_good_content() {
     );
     fs::remove_file(dir.path("b.yaml")).unwrap();
     assert_eq!(outcome(&mut source), (vec!["-b".to_owned()], vec![]));
+    assert_eq!(source.faults(), [""; 0]);
 }
 
 #[test]

@@ -76,6 +76,8 @@ pub struct Health {
     pub applied: Option<SystemTime>,
     /// When all was in force the first time.
     pub in_force: Option<SystemTime>,
+    /// The manifests that can't be read, or not all of which can be used, and since when there are some.
+    pub manifests: Option<(Vec<String>, SystemTime)>,
     /// Since when sets, rules or the link, on which every Service rests, can't be written.
     pub base_failing: Option<Moment>,
     /// How many things can't be written, and since when the first of them.
@@ -115,6 +117,7 @@ impl Health {
             queued: None,
             applied: None,
             in_force: None,
+            manifests: None,
             base_failing: None,
             failing: None,
             unread: None,
@@ -202,6 +205,9 @@ impl Health {
             .clone()
             .map(|(all, since)| (all.into_iter().collect::<Vec<_>>().join("; "), since));
         add("sysctls", &[], sysctls, started);
+        if let Some((files, since)) = &self.manifests {
+            add("manifests", &[], Some((unusable(files), *since)), *since);
+        }
         if let Some((known, since)) = self.pod_cidrs {
             let fault = (!known).then(|| (NO_POD_CIDRS.to_owned(), since));
             add("pod-cidrs", &[], fault, since);
@@ -215,16 +221,7 @@ impl Health {
             let fault = match (&followed.failing, followed.listed, &followed.unread) {
                 (Some((since, why)), ..) => Some((why.clone(), since.wall)),
                 (None, None, _) => Some(("not listed yet".to_owned(), started)),
-                (None, Some(_), Some((objects, since))) => {
-                    let few = objects
-                        .iter()
-                        .take(FEW)
-                        .cloned()
-                        .collect::<Vec<_>>()
-                        .join("; ");
-                    let number = objects.len();
-                    Some((format!("{number} can't be read: {few}"), *since))
-                }
+                (None, Some(_), Some((objects, since))) => Some((unusable(objects), *since)),
                 (None, Some(_), None) => None,
             };
             add(name, &[], fault, followed.listed.unwrap_or(started));
@@ -273,6 +270,12 @@ impl Health {
         };
         text
     }
+}
+
+/// How many can't be read, and a few of them.
+fn unusable(all: &[String]) -> String {
+    let few: Vec<&str> = all.iter().take(FEW).map(String::as_str).collect();
+    format!("{} can't be read: {}", all.len(), few.join("; "))
 }
 
 /// A time as the API writes it, to the microsecond.

@@ -684,6 +684,18 @@ pub fn with_hyphens(words: impl Iterator<Item = OsString>) -> impl Iterator<Item
     })
 }
 
+/// A command line with its subcommand: flags alone are those of `run`, as kube-proxy has no subcommands.
+pub fn with_subcommand(words: impl Iterator<Item = OsString>) -> impl Iterator<Item = OsString> {
+    let mut words = words.peekable();
+    let name = words.next();
+    let flag = words.peek().and_then(|word| word.to_str());
+    let own = ["-h", "--help", "-V", "--version"];
+    let runs = flag.is_some_and(|flag| flag.starts_with('-') && !own.contains(&flag));
+    name.into_iter()
+        .chain(runs.then(|| "run".into()))
+        .chain(words)
+}
+
 /// A command line that can't be used, in one line.
 #[must_use]
 pub fn one_line(error: &clap::Error) -> String {

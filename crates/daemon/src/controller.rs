@@ -43,6 +43,8 @@ pub enum Event {
     Addresses(Vec<AddressNotice>),
     /// Somebody else changed iptables rules.
     Rules,
+    /// The configuration's file, as it is now, can't be used, and why; or it can again.
+    Configuration(Option<String>),
     /// It is time to stop; the kernel's state stays.
     Stop,
 }
@@ -210,6 +212,7 @@ impl<D: Dataplane> Controller<D> {
                 Ok(Event::Api(event)) => self.note_api(event),
                 Ok(Event::Addresses(notices)) => self.note_addresses(&notices),
                 Ok(Event::Rules) => self.hurry.note(Instant::now()),
+                Ok(Event::Configuration(fault)) => self.note_configuration(fault),
                 Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => self.audit_some(),
             }
@@ -277,6 +280,17 @@ impl<D: Dataplane> Controller<D> {
         }
     }
 
+    fn note_configuration(&self, fault: Option<String>) {
+        if let Some(why) = &fault {
+            let note = format!(
+                "{why}; what was said at start stays in force, but the next start will fail"
+            );
+            self.settings
+                .find(|| Finding::of_node(Reason::UnusableConfiguration, note));
+        }
+        self.settings.status.config(fault);
+    }
+
     fn note_api(&mut self, event: ApiEvent) {
         match event {
             ApiEvent::News(news) => self.note_news(news),
@@ -310,8 +324,13 @@ impl<D: Dataplane> Controller<D> {
             }
             self.settings.status.unread(kind, objects);
         }
-        if let Some(facts) = &news.node {
-            self.settings.status.node(facts);
+        if let Some(facts) = &news.node
+            && self.settings.status.node(facts)
+        {
+            match facts.ineligible {
+                Some(why) => warn!("{why}: load balancers are told to send nothing new here"),
+                None => info!("the Node may get new connections again"),
+            }
         }
         let complete = self.objects.is_complete();
         let status = &self.settings.status;

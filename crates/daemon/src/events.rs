@@ -57,6 +57,8 @@ pub enum Reason {
     FailedToSetSysctl,
     /// The kernel can't be read.
     FailedToReadKernel,
+    /// The configuration's file changed and can't be used: the next start will fail.
+    UnusableConfiguration,
 }
 
 impl fmt::Display for Reason {
@@ -79,6 +81,7 @@ impl Reason {
             Reason::FailedToProgram => "ProgramKernel",
             Reason::FailedToSetSysctl => "SetSysctl",
             Reason::FailedToReadKernel => "ReadKernel",
+            Reason::UnusableConfiguration => "ReadConfiguration",
         }
     }
 }

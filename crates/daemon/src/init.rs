@@ -14,7 +14,7 @@ use ipvs_proxy_dataplane::kernel::Kernel;
 use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
 use nix::unistd::{SysconfVar, sysconf};
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::config::{Conntrack, Settings};
 use crate::run;
@@ -112,8 +112,13 @@ pub(crate) fn at_start(settings: &Settings) {
     if present.trim() != adjusted
         && let Err(error) = fs::write(OOM_SCORE_ADJ, &adjusted)
     {
-        // To lower it needs CAP_SYS_RESOURCE, which the container runtime has.
-        info!(%error, wanted = adjusted, present = present.trim(), "oom_score_adj stays");
+        // To lower it needs CAP_SYS_RESOURCE, which the container runtime has; kubelet lowers it for critical pods.
+        let present = present.trim();
+        if present.starts_with('-') {
+            debug!(%error, wanted = adjusted, present, "oom_score_adj stays");
+        } else {
+            info!(%error, wanted = adjusted, present, "oom_score_adj stays");
+        }
     }
 }
 

@@ -25,7 +25,7 @@ fn main() -> ExitCode {
             .collect();
         return inspect::run(&arguments);
     }
-    let words = cli::with_hyphens(std::env::args_os());
+    let words = cli::with_subcommand(cli::with_hyphens(std::env::args_os()));
     let cli = match Cli::try_parse_from(words) {
         Ok(cli) => cli,
         Err(error) if error.exit_code() == 0 => {

@@ -97,6 +97,7 @@ pub struct Metrics {
     pub(crate) drains: Gauge,
     pub(crate) conflicts: Counter,
     pub(crate) sysctls: Gauge,
+    pub(crate) config_unusable: Gauge,
     pub(crate) read_failures: Counter,
     drift: Counters<1>,
     set_max_entries: OfSet,
@@ -293,6 +294,12 @@ impl Metrics {
                 r,
                 "failed_sysctls",
                 "Sysctls that are not as they must be and can't be set",
+                Gauge::default(),
+            ),
+            config_unusable: add(
+                r,
+                "config_unusable",
+                "1 while the configuration's file can't be used as it is now",
                 Gauge::default(),
             ),
             read_failures: add(

@@ -63,17 +63,29 @@ impl Place {
         match Flock::lock(file.map_err(cannot)?, FlockArg::LockExclusiveNonblock) {
             Ok(mut file) => {
                 file.set_len(0).map_err(cannot)?;
-                writeln!(&mut *file, "{}", std::process::id()).map_err(cannot)?;
+                writeln!(&mut *file, "{}\n{}", std::process::id(), namespace()).map_err(cannot)?;
                 Ok(Alone { _file: file })
             }
             Err((mut file, Errno::EWOULDBLOCK)) => {
-                let mut pid = String::new();
-                file.read_to_string(&mut pid).map_err(cannot)?;
-                Err(LockError::Taken(pid.trim().to_owned()))
+                let mut said = String::new();
+                file.read_to_string(&mut said).map_err(cannot)?;
+                let mut words = said.lines();
+                let pid = words.next().unwrap_or_default().to_owned();
+                // The number says nothing in another container, or out of one.
+                Err(match words.next() == Some(&namespace()) {
+                    true => LockError::Taken(pid),
+                    false => LockError::Elsewhere,
+                })
             }
             Err((_, errno)) => Err(cannot(errno.into())),
         }
     }
+}
+
+/// What names the namespace of this process's number.
+fn namespace() -> String {
+    let link = fs::read_link("/proc/self/ns/pid");
+    link.map_or_else(|_| String::new(), |link| link.display().to_string())
 }
 
 /// Why the lock can't be had.
@@ -82,6 +94,9 @@ pub enum LockError {
     /// Another process has it, by its id.
     #[error("an ipvs-proxy runs here with process id {0}: stop it first")]
     Taken(String),
+    /// A process of another process namespace has it.
+    #[error("an ipvs-proxy runs here, in a container: stop that first (the pod of its DaemonSet)")]
+    Elsewhere,
     /// There can be no lock.
     #[error("{} can't be used", path.display())]
     File {

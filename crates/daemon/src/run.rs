@@ -225,7 +225,12 @@ fn stop_on_change(
             }
             let file = file.display();
             match config::load(&flags) {
-                Ok(loaded) if loaded.settings == settings => told.clear(),
+                Ok(loaded) if loaded.settings == settings => {
+                    if !std::mem::take(&mut told).is_empty() {
+                        info!(%file, "the configuration is good again");
+                        let _ = sender.send(Event::Configuration(None));
+                    }
+                }
                 Ok(_) => {
                     info!(%file, "the configuration changed: ending, to be started again with it");
                     stop.store(true, Ordering::Relaxed);
@@ -239,6 +244,7 @@ fn stop_on_change(
                     for problem in &problems {
                         error!("{problem}; what was said at start stays in force");
                     }
+                    let _ = sender.send(Event::Configuration(Some(problems.join("; "))));
                     told = problems;
                 }
             }

@@ -92,7 +92,9 @@ impl Status {
 
     /// The loop waits for news.
     pub fn waits(&self) {
-        self.health().busy = None;
+        let mut health = self.health();
+        let busy = health.busy.take();
+        health.recover_late("loop", busy, health::LIFE, Moment::now());
     }
 
     /// Changes came, with the times at which those of endpoints happened. Nothing waits for long as
@@ -130,9 +132,17 @@ impl Status {
         let triggers = std::mem::take(&mut *self.triggers());
         self.metrics.in_kernel(&triggers, now.wall);
         let mut health = self.health();
-        health.queued = None;
-        health.failing = first.map(|first| (number, moment(first)));
-        health.base_failing = base.map(moment);
+        let queued = health.queued.take();
+        let patience = health.patience;
+        health.recover_late("programming", queued, patience, now);
+        let failing = first.map(|first| (number, moment(first)));
+        if std::mem::replace(&mut health.failing, failing).is_some() && failing.is_none() {
+            health.recover("objects");
+        }
+        let base_failing = std::mem::replace(&mut health.base_failing, base.map(moment));
+        if base.is_none() {
+            health.recover_late("base", base_failing, patience, now);
+        }
         if base.is_none() {
             health.applied = Some(now.wall);
         }
@@ -147,7 +157,11 @@ impl Status {
     pub fn read(&self, result: Result<(), String>) {
         let mut health = self.health();
         match result {
-            Ok(()) => health.unread = None,
+            Ok(()) => {
+                if health.unread.take().is_some() {
+                    health.recover("kernel-read");
+                }
+            }
             Err(why) => {
                 self.metrics.read_failures.inc();
                 let since = health.unread.take().map(|(since, _)| since);
@@ -166,6 +180,10 @@ impl Status {
             .as_ref()
             .is_none_or(|(known, _)| known != failed)
         {
+            let before = health.sysctls.take();
+            if failed.is_empty() && before.is_some() {
+                health.recover("sysctls");
+            }
             health.sysctls = (!failed.is_empty()).then(|| (failed.clone(), SystemTime::now()));
         }
     }
@@ -175,18 +193,32 @@ impl Status {
         self.health().pod_cidrs = Some((known, SystemTime::now()));
     }
 
-    /// What the own Node says.
-    pub fn node(&self, facts: &NodeFacts) {
+    /// What the own Node says. Returns whether it is another word than before on whether load balancers should send the node
+    /// anything new.
+    pub fn node(&self, facts: &NodeFacts) -> bool {
         let mut health = self.health();
-        if health.ineligible.map(|(why, _)| why) != facts.ineligible {
+        let changed = health.ineligible.map(|(why, _)| why) != facts.ineligible;
+        if changed {
             health.ineligible = facts.ineligible.map(|why| (why, SystemTime::now()));
+            health.recover("node");
         }
+        changed
+    }
+
+    /// Why the configuration's file can't be used as it is now, if that is so.
+    pub fn config(&self, why: Option<String>) {
+        self.metrics.config_unusable.set(why.is_some().into());
+        let mut health = self.health();
+        let since = health.config.take().map(|(_, since)| since);
+        health.config = why.map(|why| (why, since.unwrap_or_else(SystemTime::now)));
     }
 
     /// The objects of a kind whose last version can't be read, a line each.
     pub fn unread(&self, kind: Kind, objects: Vec<String>) {
         let unread = (!objects.is_empty()).then(|| (objects, SystemTime::now()));
-        self.health().api.entry(kind).or_default().unread = unread;
+        let mut health = self.health();
+        health.api.entry(kind).or_default().unread = unread;
+        health.recover(health::check_of(kind));
     }
 
     /// The manifests that can't be read, or not all of which can be used.
@@ -209,9 +241,13 @@ impl Status {
         let failing = &mut health.api.entry(kind).or_default().failing;
         let before = failing.take();
         let since = before.as_ref().map(|(since, _)| *since);
+        let recovered = before.is_some() && result.is_ok();
         *failing = result
             .err()
             .map(|why| (since.unwrap_or_else(Moment::now), why.to_owned()));
+        if recovered {
+            health.recover(health::check_of(kind));
+        }
         before
     }
 

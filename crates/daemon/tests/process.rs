@@ -40,6 +40,11 @@ fn a_log_that_cannot_be_written_changes_no_exit_code() {
     for (words, code) in [
         (&["run", "--scheduler", "a b"][..], 2),
         (&["run", "--no-such-flag"], 2),
+        // Without a subcommand, as kube-proxy.
+        (&["--scheduler", "a b"], 2),
+        (&["--hostname_override=n", "--kubeconfig=/nonexistent"], 1),
+        (&["--version"], 0),
+        (&["run", "--version"], 0),
         (&["run", "--kubeconfig", "/nonexistent"], 1),
         (
             &["run", "--kubeconfig", "/nonexistent", "--log-format=json"],

@@ -59,7 +59,7 @@ pub struct Followed {
 }
 
 /// How long the loop may be at one thing. Where others hold the lock of iptables, it waits 10 s at a time.
-const LIFE: Duration = Duration::from_secs(30);
+pub(super) const LIFE: Duration = Duration::from_secs(30);
 
 /// What the process knows about itself.
 #[derive(Debug, Clone)]
@@ -93,6 +93,10 @@ pub struct Health {
     pub pod_cidrs: Option<(bool, SystemTime)>,
     /// Each kind at the API server; empty where objects come from manifests.
     pub api: BTreeMap<Kind, Followed>,
+    /// When checks that had failed were well again, by their names.
+    pub recovered: BTreeMap<&'static str, SystemTime>,
+    /// Why the configuration's file, as it is now, can't be used, and since when.
+    pub config: Option<(String, SystemTime)>,
 }
 
 /// One thing that is looked at.
@@ -125,6 +129,8 @@ impl Health {
             ineligible: None,
             pod_cidrs: None,
             api: BTreeMap::new(),
+            recovered: BTreeMap::new(),
+            config: None,
         }
     }
 
@@ -146,6 +152,24 @@ impl Health {
             .unwrap_or_default()
     }
 
+    /// A check that had failed is well again.
+    pub(super) fn recover(&mut self, check: &'static str) {
+        self.recovered.insert(check, SystemTime::now());
+    }
+
+    /// As [`recover`](Self::recover), if what is gone had lasted longer than it may.
+    pub(super) fn recover_late(
+        &mut self,
+        check: &'static str,
+        gone: Option<Moment>,
+        may: Duration,
+        now: Moment,
+    ) {
+        if gone.is_some_and(|since| since.passed(now) > may) {
+            self.recover(check);
+        }
+    }
+
     fn checks(&self, question: Question, now: Moment) -> Vec<Check> {
         let later = |since: Option<Moment>, than| since.filter(|s| s.passed(now) > than);
         let late = |since| later(since, self.patience);
@@ -153,7 +177,7 @@ impl Health {
         let mut add = |name, on: &[Question], fault: Option<(String, SystemTime)>, ok_since| {
             let (fault, since) = match fault {
                 Some((fault, since)) => (Some(fault), since),
-                None => (None, ok_since),
+                None => (None, self.recovered.get(name).copied().unwrap_or(ok_since)),
             };
             checks.push(Check {
                 name,
@@ -163,27 +187,21 @@ impl Health {
             });
         };
         let started = self.started.wall;
-        let applied = self.applied.unwrap_or(started);
         let asked = [Question::Health, Question::Life, Question::Readiness];
         let stuck = later(self.busy, LIFE).map(|m| ("no sign of life".to_owned(), m.wall));
-        add(
-            "loop",
-            &asked,
-            stuck,
-            self.busy.map_or(now.wall, |m| m.wall),
-        );
+        add("loop", &asked, stuck, started);
         let waits = late(self.queued).map(|m| {
             let waits_s = m.passed(now).as_secs();
             (format!("a change waits for {waits_s} s"), m.wall)
         });
-        add("programming", &asked[..1], waits, applied);
+        add("programming", &asked[..1], waits, started);
         let base = late(self.base_failing).map(|m| {
             (
                 "sets, rules or the link can't be written".to_owned(),
                 m.wall,
             )
         });
-        add("base", &asked[..1], base, applied);
+        add("base", &asked[..1], base, started);
         let ineligible = self.ineligible.map(|(why, since)| (why.to_owned(), since));
         add("node", &asked[..1], ineligible, started);
         let waiting = "not all is listed and in force yet".to_owned();
@@ -195,16 +213,19 @@ impl Health {
             self.in_force.unwrap_or(started),
         );
         let unread = self.unread.clone().map(|(moment, why)| (why, moment.wall));
-        add("kernel-read", &[], unread, applied);
+        add("kernel-read", &[], unread, started);
         let failing = self
             .failing
             .map(|(number, since)| (format!("{number} can't be written"), since.wall));
-        add("objects", &[], failing, applied);
+        add("objects", &[], failing, started);
         let sysctls = self
             .sysctls
             .clone()
             .map(|(all, since)| (all.into_iter().collect::<Vec<_>>().join("; "), since));
         add("sysctls", &[], sysctls, started);
+        if let Some((why, since)) = &self.config {
+            add("config", &[], Some((why.clone(), *since)), *since);
+        }
         if let Some((files, since)) = &self.manifests {
             add("manifests", &[], Some((unusable(files), *since)), *since);
         }
@@ -213,11 +234,7 @@ impl Health {
             add("pod-cidrs", &[], fault, since);
         }
         for (kind, followed) in &self.api {
-            let name = match kind {
-                Kind::Services => "api-services",
-                Kind::EndpointSlices => "api-endpointslices",
-                Kind::Node => "api-node",
-            };
+            let name = check_of(*kind);
             let fault = match (&followed.failing, followed.listed, &followed.unread) {
                 (Some((since, why)), ..) => Some((why.clone(), since.wall)),
                 (None, None, _) => Some(("not listed yet".to_owned(), started)),
@@ -269,6 +286,15 @@ impl Health {
             false => "check failed\n",
         };
         text
+    }
+}
+
+/// The check of how a kind is followed.
+pub(super) fn check_of(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Services => "api-services",
+        Kind::EndpointSlices => "api-endpointslices",
+        Kind::Node => "api-node",
     }
 }
 

@@ -189,8 +189,11 @@ fn an_outage_of_the_api_server_is_shown_and_decides_nothing() {
     assert_eq!(server.codes(), [200, 200, 200]);
     assert!(server.verbose().contains("[~]api-services failed since "));
     assert!(!up("services") && up("nodes"));
+    std::thread::sleep(std::time::Duration::from_millis(2));
     status.followed(Kind::Services, Ok(()));
     assert!(server.verbose().contains("[+]api-services ok since ") && up("services"));
+    let recovered = status.health().recovered["api-services"];
+    assert!(recovered > since.wall, "when it was well again");
     let objects = ["a: x", "b: y", "c", "d"].map(str::to_owned);
     status.unread(Kind::Services, objects.to_vec());
     let unread = ": 4 can't be read: a: x; b: y; c\n";
@@ -198,6 +201,22 @@ fn an_outage_of_the_api_server_is_shown_and_decides_nothing() {
     assert_eq!(server.codes(), [200, 200, 200]);
     status.unread(Kind::Services, Vec::new());
     assert!(server.verbose().contains("[+]api-services ok since "));
+}
+
+#[test]
+fn a_configuration_that_cannot_be_used_is_shown_and_decides_nothing() {
+    let server = Server::new(false);
+    let status = &server.status;
+    let unusable = |value| {
+        let metrics = get(server.metrics, "/metrics").2;
+        metrics.contains(&format!("\nipvs_proxy_config_unusable {value}\n"))
+    };
+    assert!(!server.verbose().contains("config") && unusable(0));
+    status.config(Some("c.conf: mode: no".to_owned()));
+    assert!(server.verbose().contains("[~]config failed since ") && unusable(1));
+    assert!(server.verbose().contains(": c.conf: mode: no\n"));
+    status.config(None);
+    assert!(!server.verbose().contains("config") && unusable(0));
 }
 
 #[test]

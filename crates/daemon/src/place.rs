@@ -70,12 +70,14 @@ impl Place {
                 let mut said = String::new();
                 file.read_to_string(&mut said).map_err(cannot)?;
                 let mut words = said.lines();
-                let pid = words.next().unwrap_or_default().to_owned();
+                let pid = words.next().unwrap_or_default();
                 // The number says nothing in another container, or out of one.
-                Err(match words.next() == Some(&namespace()) {
-                    true => LockError::Taken(pid),
-                    false => LockError::Elsewhere,
-                })
+                Err(LockError::Taken(match words.next() == Some(&namespace()) {
+                    true => format!("with process id {pid}: stop it first"),
+                    false => {
+                        "in a container: stop that first (the pod of its DaemonSet)".to_owned()
+                    }
+                }))
             }
             Err((_, errno)) => Err(cannot(errno.into())),
         }
@@ -91,12 +93,9 @@ fn namespace() -> String {
 /// Why the lock can't be had.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// Another process has it, by its id.
-    #[error("an ipvs-proxy runs here with process id {0}: stop it first")]
+    /// Another process has it: which, and what to do.
+    #[error("an ipvs-proxy runs here {0}")]
     Taken(String),
-    /// A process of another process namespace has it.
-    #[error("an ipvs-proxy runs here, in a container: stop that first (the pod of its DaemonSet)")]
-    Elsewhere,
     /// There can be no lock.
     #[error("{} can't be used", path.display())]
     File {

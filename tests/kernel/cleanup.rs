@@ -313,6 +313,25 @@ fn a_cleanup_does_not_touch_what_a_daemon_works_on() {
     );
     assert_eq!(kernel(&node), before);
     daemon.crash();
+
+    // As a container: its number of itself is another process's here.
+    let container = ["unshare", "--pid", "--fork", "--kill-child"];
+    let flags = [node_ips()];
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    let mut daemon = Daemon::start_by(&node, &manifests, &container, &flags);
+    daemon.settle();
+    let second = ask(&node, &["run", "--manifests", "/nonexistent"]);
+    let said = [String::from_utf8(second.stderr).unwrap(), cleanup(&node).1];
+    for said in said {
+        assert!(
+            said.contains("an ipvs-proxy runs here in a container: ")
+                && !said.contains("process id"),
+            "{said}"
+        );
+    }
+    assert_eq!(second.status.code(), Some(1));
+    assert_eq!(kernel(&node), before);
+    daemon.crash();
     let (code, said) = cleanup(&node);
     assert_eq!(code, 0, "{said}");
     assert_eq!(ours(&node), BTreeMap::new());

@@ -38,6 +38,63 @@ fn all_followed(log: &str) -> bool {
         })
 }
 
+/// A list of another kind is no word on what there is, and a watch that fails at once is asked for ever more seldom.
+#[test]
+fn an_answer_that_is_none_changes_nothing() {
+    with(|cluster| {
+        let faults = start_behind(cluster);
+        cluster.serve("web", "10.96.0.80", &[0]);
+        cluster.node.wait_table("it is served", served(0));
+        let table = cluster.node.table();
+        cluster.node.end_daemon("TERM");
+
+        faults.set(Mode::Replace("\"ServiceList\"", "\"ServiceZist\""));
+        let kubeconfig = cluster.plane.kubeconfig(&faults.url(), "proxy-token");
+        cluster.node.start_daemon(&kubeconfig, "");
+        let told = "answers a list of services with v1 ServiceZist";
+        wait_up_to(Duration::from_secs(60), "it is told", || {
+            std::thread::sleep(Duration::from_millis(200));
+            cluster.node.log().contains(told)
+        });
+        std::thread::sleep(Duration::from_secs(3));
+        assert_eq!(cluster.node.table(), table);
+        faults.set(Mode::Pass);
+        cluster.node.wait_in_force();
+        assert_eq!(cluster.node.table(), table);
+
+        // A word of a watch that no decoder takes.
+        faults.set(Mode::Replace("\"type\":\"ADDED\"", "\"type\":\"OTHER\""));
+        let requests = || {
+            let metrics = cluster.node.run("curl -s http://127.0.0.1:10249/metrics");
+            let counts = metrics
+                .lines()
+                .filter(|l| l.starts_with("rest_client_requests_total"));
+            let counts = counts.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok());
+            counts.sum::<u64>()
+        };
+        std::thread::sleep(Duration::from_secs(2));
+        cluster.serve("more", "10.96.0.81", &[0]);
+        let before = requests();
+        std::thread::sleep(Duration::from_secs(8));
+        let asked = requests() - before;
+        // Two kinds fail, and wait 0.5, 1, 2, 4 s at most.
+        assert!(asked <= 30, "{asked} requests in 8 s");
+        let log = cluster.node.log();
+        assert!(log.contains("the API server can't be followed"), "{log}");
+        assert!(
+            log.lines()
+                .filter(|l| l.contains("can't be followed"))
+                .count()
+                < 20,
+            "{log}"
+        );
+        faults.set(Mode::Pass);
+        cluster
+            .node
+            .wait_table("news come", |table| table.contains("-a -t 10.96.0.81:80"));
+    });
+}
+
 /// In each kind of failure: the table stays, the log says so once, and what changed meanwhile (also what was
 /// deleted) is in the kernel soon after.
 #[test]

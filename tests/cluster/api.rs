@@ -277,17 +277,29 @@ fn a_missing_right_is_named() {
         assert!(cluster.node.log().contains("is followed again"));
         // It may write Events, too: that it started is one, which the first had no right to write.
         cluster.node.end_daemon("TERM");
-        cluster.node.start_daemon(&kubeconfig, "");
+        let file = "/run/config.conf";
+        let head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration";
+        cluster.node.write(file, head);
+        let flags = format!("--config {file}");
+        cluster.node.start_daemon(&kubeconfig, &flags);
         cluster.node.wait_in_force();
-        tests::daemon::wait_up_to(Duration::from_secs(90), "the Event of the start", || {
-            std::thread::sleep(Duration::from_secs(1));
-            let path = "/apis/events.k8s.io/v1/events";
-            let (_, events) = cluster.plane.request("GET", path, "");
-            let events = events["items"].as_array().cloned().unwrap_or_default();
-            events
-                .iter()
-                .any(|event| event["reason"] == "Starting" && event["regarding"]["name"] == NAME)
-        });
+        // What would keep the next start from working is known before.
+        cluster.node.write(file, &format!("{head}\nmode: none"));
+        let told = |reason: &str| {
+            tests::daemon::wait_up_to(Duration::from_secs(90), reason, || {
+                std::thread::sleep(Duration::from_secs(1));
+                let path = "/apis/events.k8s.io/v1/events";
+                let (_, events) = cluster.plane.request("GET", path, "");
+                let events = events["items"].as_array().cloned().unwrap_or_default();
+                events
+                    .iter()
+                    .any(|event| event["reason"] == reason && event["regarding"]["name"] == NAME)
+            });
+        };
+        told("Starting");
+        told("UnusableConfiguration");
+        let ready = "curl -s 'http://127.0.0.1:10256/readyz?verbose'";
+        assert!(cluster.node.run(ready).contains("[~]config failed since "));
         cluster.delete(&format!("{rights}/stranger"));
         cluster.delete(&format!("{roles}/{name}"));
     });

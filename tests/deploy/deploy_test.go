@@ -273,7 +273,7 @@ func TestChart(t *testing.T) {
 		}
 	}
 	// The probes ask where the configuration says.
-	for address, port := range map[string]int32{"": 10256, "0.0.0.0:10300": 10300, "[::]:10301": 10301} {
+	for address, port := range map[string]int32{"": 10256, "0.0.0.0:10300": 10300, "[::]:10301": 10301, "0.0.0.0": 10256} {
 		values := map[string]any{"apiServer": "https://192.0.2.1:6443", "config": map[string]any{"healthzBindAddress": address}}
 		if got := rendered(t, values).daemonSet.Spec.Template.Spec.Containers[0].Ports[0].ContainerPort; got != port {
 			t.Errorf("healthzBindAddress %q: the probes' port is %d", address, got)

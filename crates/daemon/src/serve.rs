@@ -142,8 +142,6 @@ impl Status {
         let base_failing = std::mem::replace(&mut health.base_failing, base.map(moment));
         if base.is_none() {
             health.recover_late("base", base_failing, patience, now);
-        }
-        if base.is_none() {
             health.applied = Some(now.wall);
         }
     }

@@ -95,6 +95,39 @@ pub fn owning_entries(server: &VirtualServerKey) -> impl Iterator<Item = Key> + 
     })
 }
 
+/// The entry that lets packets pass to a virtual server on an address; `None` for one of a mark, which needs none.
+#[must_use]
+pub fn serving_entry(server: &VirtualServerKey) -> Option<Key> {
+    let VirtualServerKey::Address {
+        address,
+        port,
+        protocol,
+    } = *server
+    else {
+        return None;
+    };
+    let set = Set {
+        family: server.family(),
+        role: Role::Serving,
+    };
+    Some(Key::Entry(set, Entry::IpPort(address, protocol, port)))
+}
+
+/// The virtual server to which a set's entry lets packets pass, `None` for an entry of another set.
+#[must_use]
+pub fn served_by(set: Set, entry: &Entry) -> Option<VirtualServerKey> {
+    match *entry {
+        Entry::IpPort(address, protocol, port) if set.role == Role::Serving => {
+            Some(VirtualServerKey::Address {
+                address,
+                port,
+                protocol,
+            })
+        }
+        _ => None,
+    }
+}
+
 /// A firewall mark as the entry of a set of [`Role::Marks`]: mark 7 is `0.0.0.7`, and `::7` in the
 /// set of IPv6. (A set can't hold `0.0.0.0`, and no virtual server can have mark 0.)
 #[must_use]

@@ -194,4 +194,7 @@ fn a_client_that_asked_all_along_is_answered_by_the_first_endpoint() {
             });
         }
     });
+    // Those that came before were never IPVS's, which forgets only its own.
+    let log = scene.daemon.as_ref().unwrap().log();
+    assert!(log.contains("forgot UDP flows"), "{log}");
 }

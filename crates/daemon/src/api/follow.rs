@@ -165,6 +165,10 @@ impl Follower<'_> {
             let error = match self.once(&api, told, &mut version).await {
                 Ok(()) => {
                     failures = 0;
+                    // One that ends after its first event is not asked as fast as it answers.
+                    if started.elapsed() < SHORT {
+                        tokio::time::sleep(FIRST_PAUSE).await;
+                    }
                     continue;
                 }
                 Err(Stop::Nobody) => return Ended::Nobody,

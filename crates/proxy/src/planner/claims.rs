@@ -4,13 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
-use ipset_rs::Entry;
 use ipvs_netlink::VirtualServerKey;
 
 use super::{API_SERVER, FIRST_OTHER, Group, Planner, ServiceId, UNCLAIMED, real_servers};
 use crate::model::{ObjectName, Service};
 use crate::plan;
-use crate::state::{Key, Role, Set, Value, owned_by, owning_entries};
+use crate::state::{Key, Role, Value, owned_by, owning_entries, served_by, serving_entry};
 
 /// Two Services claim one virtual server. An address and port that the API server gives to one Service only (a ClusterIP, a node
 /// port) goes before a load balancer's, and that before an external IP, which anybody may ask for; among equals the Service that
@@ -155,14 +154,9 @@ impl Claims {
 fn decides(key: &Key) -> Key {
     match key {
         Key::RealServer(vs, _) => Key::VirtualServer(*vs),
-        Key::Entry(set, Entry::IpPort(address, protocol, port)) if set.role == Role::Serving => {
-            Key::VirtualServer(VirtualServerKey::Address {
-                address: *address,
-                port: *port,
-                protocol: *protocol,
-            })
-        }
-        Key::Entry(set, entry) => owned_by(*set, entry).map_or(*key, Key::VirtualServer),
+        Key::Entry(set, entry) => owned_by(*set, entry)
+            .or_else(|| served_by(*set, entry))
+            .map_or(*key, Key::VirtualServer),
         other => *other,
     }
 }
@@ -296,8 +290,7 @@ impl Planner {
             // What follows a virtual server is its winner's: before and after.
             marks.extend(servers.iter().flat_map(|vs| self.followers(*vs)));
             for key in leaves {
-                let stays = items.binary_search_by(|(new, _)| new.cmp(&key)).is_ok();
-                let before = self.owner(&key).filter(|_| !stays).cloned();
+                let before = self.owner(&key).filter(|_| !has(&key)).cloned();
                 if let Some(record) = self.records.get_mut(&key) {
                     record.claims.remove(id, &key, &self.plans);
                 }
@@ -365,19 +358,7 @@ impl Planner {
     /// All keys on which a virtual server's claims [decide](decides), as far as there is anything to do with them.
     fn followers(&self, vs: VirtualServerKey) -> Vec<Key> {
         let mut keys = self.real_servers_of(vs);
-        keys.extend(owning_entries(&vs));
-        if let VirtualServerKey::Address {
-            address,
-            port,
-            protocol,
-        } = vs
-        {
-            let set = Set {
-                family: vs.family(),
-                role: Role::Serving,
-            };
-            keys.push(Key::Entry(set, Entry::IpPort(address, protocol, port)));
-        }
+        keys.extend(owning_entries(&vs).chain(serving_entry(&vs)));
         keys
     }
 

@@ -4,14 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::Instant;
 
-use ipset_rs::Entry;
 use ipvs_netlink::{RealServerKey, Scheduler, VirtualServer, VirtualServerKey};
 use ipvs_proxy_netlink::Protocol;
 
 use super::{POLL, Planner, UNCLAIMED, virtual_servers};
 use crate::model::ObjectName;
 use crate::op::StaleFlows;
-use crate::state::{Key, Role, Set, Value};
+use crate::state::{Key, Value, served_by, serving_entry};
 
 /// What became of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -241,14 +240,9 @@ impl Planner {
             Key::RealServer(vs, _) if is_udp(&vs) && !self.has_real_server(vs) => {
                 self.reached.insert(vs);
             }
-            Key::Entry(set, Entry::IpPort(address, protocol, port))
-                if set.role == Role::Serving && protocol == Protocol::Udp =>
-            {
-                self.reached.insert(VirtualServerKey::Address {
-                    address,
-                    port,
-                    protocol,
-                });
+            Key::Entry(set, entry) => {
+                let served = served_by(set, &entry).filter(is_udp);
+                self.reached.extend(served);
             }
             Key::Address(address) => {
                 let servers = self.records.range(virtual_servers(address));
@@ -270,17 +264,10 @@ impl Planner {
     pub(super) fn look_at_reached(&mut self) {
         let there = |key: Key| self.applied(&key).is_some();
         let served = |vs: &VirtualServerKey| {
-            let VirtualServerKey::Address {
-                address,
-                port,
-                protocol,
-            } = *vs
+            let (VirtualServerKey::Address { address, .. }, Some(entry)) = (*vs, serving_entry(vs))
             else {
                 return true;
             };
-            let (family, role) = (vs.family(), Role::Serving);
-            let entry = Entry::IpPort(address, protocol, port);
-            let entry = Key::Entry(Set { family, role }, entry);
             // Without it wanted, the address is the node's.
             self.claimed(&entry).is_none() || there(entry) && there(Key::Address(address))
         };

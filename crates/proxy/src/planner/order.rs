@@ -1,12 +1,11 @@
 //! The order of ops: what goes first within a Service, and what an op rests on.
 
 use ipset_rs::Entry;
-use ipvs_netlink::VirtualServerKey;
 use ipvs_proxy_netlink::Family;
 
 use super::{Planner, virtual_servers};
 use crate::op::Op;
-use crate::state::{Key, Role, Set, Value, owned_by, owning_entries};
+use crate::state::{Key, Role, Set, Value, owned_by, owning_entries, served_by, serving_entry};
 
 /// The order of ops within a Service. Appearing: what masquerades and owns, the servers, the
 /// address, then what lets packets in. Disappearing: the other way round.
@@ -77,16 +76,7 @@ impl Planner {
             Op::Add(Key::Rules(family), _) => Set::all(*family).all(|set| there(Key::Set(set))),
             Op::Add(Key::Entry(set, entry), _) => {
                 self.applied(&Key::Set(*set)) == Some(&Value::Present)
-                    && match (set.role, entry) {
-                        (Role::Serving, Entry::IpPort(address, protocol, port)) => {
-                            there(Key::VirtualServer(VirtualServerKey::Address {
-                                address: *address,
-                                port: *port,
-                                protocol: *protocol,
-                            }))
-                        }
-                        _ => true,
-                    }
+                    && served_by(*set, entry).is_none_or(|vs| there(Key::VirtualServer(vs)))
             }
             Op::Add(Key::VirtualServer(vs), _) => {
                 owning_entries(vs).all(|key| self.wanted(&key).is_none() || there(key))
@@ -111,20 +101,7 @@ impl Planner {
                         .range(virtual_servers(*address))
                         .any(|(_, record)| record.applied.is_some())
             }
-            Op::Remove(Key::VirtualServer(vs)) => match vs {
-                VirtualServerKey::Address {
-                    address,
-                    port,
-                    protocol,
-                } => {
-                    let set = Set {
-                        family: vs.family(),
-                        role: Role::Serving,
-                    };
-                    !there(Key::Entry(set, Entry::IpPort(*address, *protocol, *port)))
-                }
-                VirtualServerKey::FirewallMark { .. } => true,
-            },
+            Op::Remove(Key::VirtualServer(vs)) => !serving_entry(vs).is_some_and(there),
             // It goes with its virtual server.
             Op::Remove(Key::RealServer(vs, _)) => {
                 self.claimed(&Key::VirtualServer(*vs)).is_some() && there(Key::VirtualServer(*vs))
@@ -159,7 +136,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Instant;
 
-    use ipvs_netlink::{RealServerKey, Scheduler, SchedulerFlags, VirtualServer};
+    use ipvs_netlink::{RealServerKey, Scheduler, SchedulerFlags, VirtualServer, VirtualServerKey};
 
     use super::*;
     use crate::memory::MemoryKernel;

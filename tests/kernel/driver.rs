@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_core::model::Change;
-use ipvs_proxy_core::op::{Dataplane, Op, Outcome, ReadError, Reading, StaleFlows};
+use ipvs_proxy_core::op::{
+    Dataplane, Finished, Glance, Op, Outcome, ReadError, Reading, StaleFlows,
+};
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_core::state::{Key, State};
@@ -39,11 +41,23 @@ impl Dataplane for Plane {
         }
         let rules = wanted
             .iter()
-            .filter(|(key, _)| matches!(key, Key::Rules(_)));
+            .filter(|(key, _)| matches!(key, Key::Rules(..)));
         reading
             .state
             .extend(rules.map(|(key, value)| (*key, value.clone())));
         self.kernel.read_part(&State::new(), reading)
+    }
+
+    fn finished(&mut self) -> Vec<Finished> {
+        self.kernel.finished()
+    }
+
+    fn read_rules(&mut self, key: Key, wanted: &Ruleset) {
+        self.kernel.read_rules(key, wanted);
+    }
+
+    fn glance(&mut self, servers: &[VirtualServerKey]) -> Result<Glance, ReadError> {
+        self.kernel.glance(servers)
     }
 
     fn rule_differences(&mut self, rules: &Ruleset) -> Result<Vec<String>, ReadError> {

@@ -41,6 +41,7 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
         for (op, outcome) in ops.iter().zip(&outcomes) {
             match outcome {
                 Outcome::Done => removed += 1,
+                Outcome::Started => {}
                 Outcome::Failed(failure) => {
                     left += 1;
                     say(format_args!("ipvs-proxy: {op}: {failure}"));

@@ -453,6 +453,7 @@ impl<D: Dataplane> Controller<D> {
                         done += 1;
                         debug!(service, op = %op, "applied");
                     }
+                    Outcome::Started => {}
                     Outcome::Failed(failure) => {
                         refused += 1;
                         warn!(service, op = %op, error = %failure, "failed; will be tried again");

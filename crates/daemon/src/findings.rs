@@ -145,7 +145,7 @@ fn word(step: DrainStep) -> &'static str {
 fn kind(key: &Key) -> &'static str {
     match key {
         Key::Set(_) => "sets",
-        Key::Rules(_) => "rules",
+        Key::Rules(..) => "rules",
         Key::Link => "links",
         Key::Entry(..) => "entries",
         Key::VirtualServer(_) => "virtual servers",

@@ -83,7 +83,7 @@ pub fn init(settings: &Settings) -> Result<()> {
                         .collect();
                     for (op, outcome) in ops.iter().zip(kernel.apply(&ops)) {
                         must(match outcome {
-                            Outcome::Done => Ok(()),
+                            Outcome::Done | Outcome::Started => Ok(()),
                             Outcome::Failed(failure) => Err(format!("{op}: {failure}")),
                         });
                     }

@@ -11,7 +11,7 @@ use ipvs_netlink::{
     RealServer, RealServerKey, Request, Scheduler, VirtualServer, VirtualServerKey,
 };
 use ipvs_proxy_core::op::{
-    Dataplane, Failure, FailureKind, Op, Outcome, ReadError, Reading, StaleFlows,
+    Dataplane, Failure, FailureKind, Finished, Glance, Op, Outcome, ReadError, Reading, StaleFlows,
 };
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::rules;
@@ -65,6 +65,7 @@ pub struct Kernel {
     tools: Tools,
     own_rules: OwnRules,
     families: Vec<Family>,
+    finished: Vec<Finished>,
 }
 
 impl Kernel {
@@ -89,6 +90,7 @@ impl Kernel {
             tools: Tools::find(iptables)?,
             own_rules: OwnRules::default(),
             families: families.to_vec(),
+            finished: Vec::new(),
         })
     }
 
@@ -195,7 +197,7 @@ impl Kernel {
             Err(error) => {
                 let op = Op::Add(Key::Set(set), Value::Present);
                 match outcome_of_set(&op, Err(error)) {
-                    Outcome::Done => Outcome::Done,
+                    Outcome::Done | Outcome::Started => Outcome::Done,
                     Outcome::Failed(Failure { kind, text }) => failed(
                         kind,
                         &format!("the set is full, and {GROWING} could not take its place: {text}"),
@@ -254,9 +256,11 @@ impl Kernel {
         if let Some(outcome) = self.in_use(set) {
             return outcome;
         }
-        let outcome = self.rules(&Op::Remove(Key::Rules(set.family)));
-        if outcome != Outcome::Done {
-            return outcome;
+        for (table, _) in rules::by_table(&Config::default(), set.family) {
+            let outcome = self.rules(&Op::Remove(Key::Rules(set.family, table)));
+            if outcome != Outcome::Done {
+                return outcome;
+            }
         }
         let outcome = match self.destroy(set) {
             Outcome::Done => {
@@ -266,7 +270,7 @@ impl Kernel {
             failed => failed,
         };
         match outcome {
-            Outcome::Done => Outcome::Done,
+            Outcome::Done | Outcome::Started => Outcome::Done,
             // The rules are gone: the kernel is not as it was.
             Outcome::Failed(failure) => failed(FailureKind::Drift, &failure),
         }
@@ -312,8 +316,12 @@ impl Kernel {
             Op::Add(_, Value::Rules(rules)) | Op::Update(_, Value::Rules(rules)) => {
                 (rules.clone(), false)
             }
-            Op::Remove(Key::Rules(family)) => {
-                (Box::new(rules::rules(&Config::default(), *family)), true)
+            Op::Remove(Key::Rules(family, of)) => {
+                let mut tables = rules::by_table(&Config::default(), *family);
+                match tables.find(|(table, _)| table == of) {
+                    Some((_, rules)) => (Box::new(rules), true),
+                    None => return Outcome::Done,
+                }
             }
             _ => return failed(FailureKind::Refused, &"not an op of rules"),
         };
@@ -353,10 +361,12 @@ impl Kernel {
     pub fn read_whatever(&mut self) -> Result<State, ReadError> {
         let mut state = self.read(&State::new())?;
         for family in self.families.clone() {
-            let rules = rules::rules(&Config::default(), family);
-            let present = self.tools.present(&rules).map_err(|e| unread(&e))?;
-            if !rules.removal_text(&present).is_empty() {
-                state.insert(Key::Rules(family), Value::Rules(Box::new(rules)));
+            for (table, rules) in rules::by_table(&Config::default(), family) {
+                let present = self.tools.present(&rules).map_err(|e| unread(&e))?;
+                if !rules.removal_text(&present).is_empty() {
+                    let key = Key::Rules(family, table);
+                    state.insert(key, Value::Rules(Box::new(rules)));
+                }
             }
         }
         let names: BTreeSet<_> = self
@@ -498,6 +508,23 @@ impl Dataplane for Kernel {
         Ok(todo.is_empty())
     }
 
+    fn finished(&mut self) -> Vec<Finished> {
+        std::mem::take(&mut self.finished)
+    }
+
+    fn read_rules(&mut self, key: Key, wanted: &Ruleset) {
+        let read = self.tools.present(wanted).map_err(|e| unread(&e));
+        let same = |present| {
+            let value = || Value::Rules(Box::new(wanted.clone()));
+            wanted.differences(&present).is_empty().then(value)
+        };
+        self.finished.push(Finished::Read(key, read.map(same)));
+    }
+
+    fn glance(&mut self, _: &[VirtualServerKey]) -> Result<Glance, ReadError> {
+        Ok(Glance::default())
+    }
+
     fn rule_differences(&mut self, wanted: &Ruleset) -> Result<Vec<String>, ReadError> {
         let present = self.tools.present(wanted).map_err(|e| unread(&e))?;
         Ok(wanted.difference_lines(&present))
@@ -553,7 +580,7 @@ fn subsystem(op: &Op) -> Subsystem {
         Key::Set(_) | Key::Entry(..) => Subsystem::Ipset,
         Key::VirtualServer(_) | Key::RealServer(..) => Subsystem::Ipvs,
         Key::Address(_) => Subsystem::Address,
-        Key::Rules(_) => Subsystem::Rules,
+        Key::Rules(..) => Subsystem::Rules,
         Key::Link => Subsystem::Link,
     }
 }

@@ -6,11 +6,13 @@ use std::net::IpAddr;
 
 use ipset_rs::Entry;
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
-use ipvs_proxy_iptables::{Present, Ruleset};
+use ipvs_proxy_iptables::{Present, Ruleset, Table};
 use ipvs_proxy_netlink::Family;
 
 use self::faults::{Fault, Faults};
-use crate::op::{Dataplane, Failure, FailureKind, Op, Outcome, ReadError, Reading, StaleFlows};
+use crate::op::{
+    Dataplane, Failure, FailureKind, Finished, Glance, Op, Outcome, ReadError, Reading, StaleFlows,
+};
 use crate::state::{Key, Role, Set, State, Value, is_ours};
 
 pub mod faults;
@@ -32,6 +34,8 @@ pub struct MemoryKernel {
     pub refuse: BTreeMap<Key, FailureKind>,
     /// What else goes wrong.
     pub faults: Faults,
+    /// What [`Dataplane::finished`] tells next.
+    pub finished: Vec<Finished>,
     /// How many times it was read.
     pub readings: usize,
 }
@@ -57,7 +61,8 @@ impl MemoryKernel {
                         family,
                         role: Role::IpvsIps,
                     };
-                    !there(Key::Rules(family)) || !there(Key::Entry(guard, Entry::Ip(*address)))
+                    !there(Key::Rules(family, Table::Filter))
+                        || !there(Key::Entry(guard, Entry::Ip(*address)))
                 }
                 Key::Entry(
                     Set {
@@ -88,7 +93,7 @@ impl MemoryKernel {
             Key::Entry(set, _) => vec![Key::Set(*set)],
             Key::RealServer(vs, _) => vec![Key::VirtualServer(*vs)],
             Key::Address(_) => vec![Key::Link],
-            Key::Rules(family) => Set::all(*family).map(Key::Set).collect(),
+            Key::Rules(family, _) => Set::all(*family).map(Key::Set).collect(),
             Key::Set(_) | Key::Link | Key::VirtualServer(_) => Vec::new(),
         }
     }
@@ -170,17 +175,56 @@ impl Dataplane for MemoryKernel {
         let ours: BTreeSet<VirtualServerKey> =
             servers.filter(|vs| is_ours(vs, &reading.state)).collect();
         reading.state.retain(|key, value| match key {
-            Key::Rules(_) => wanted.get(key) == Some(value),
+            Key::Rules(..) => wanted.get(key) == Some(value),
             Key::VirtualServer(vs) | Key::RealServer(vs, _) => ours.contains(vs),
             _ => true,
         });
         Ok(true)
     }
 
+    fn finished(&mut self) -> Vec<Finished> {
+        std::mem::take(&mut self.finished)
+    }
+
+    fn read_rules(&mut self, key: Key, wanted: &Ruleset) {
+        let there = match self.state.get(&key) {
+            Some(Value::Rules(rules)) if **rules == *wanted => self.state.get(&key).cloned(),
+            _ => None,
+        };
+        self.finished.push(Finished::Read(key, Ok(there)));
+    }
+
+    fn glance(&mut self, servers: &[VirtualServerKey]) -> Result<Glance, ReadError> {
+        let mut glance = Glance::default();
+        for (key, value) in &self.state {
+            match key {
+                Key::Set(set) if *value == Value::Present => {
+                    glance.sets.entry(*set).or_default();
+                }
+                Key::Entry(set, _) => glance.sets.entry(*set).or_default().0 += 1,
+                _ => {}
+            }
+        }
+        for (set, (_, references)) in &mut glance.sets {
+            let rules = |table: &Table| self.state.contains_key(&Key::Rules(set.family, *table));
+            *references = u32::from(Table::ALL.iter().any(rules));
+        }
+        let there = |vs: &VirtualServerKey| self.state.contains_key(&Key::VirtualServer(*vs));
+        glance.missing = servers.iter().filter(|vs| !there(vs)).copied().collect();
+        Ok(glance)
+    }
+
     fn rule_differences(&mut self, wanted: &Ruleset) -> Result<Vec<String>, ReadError> {
-        match self.state.get(&Key::Rules(wanted.family)) {
-            Some(Value::Rules(rules)) if **rules == *wanted => Ok(Vec::new()),
-            _ => Ok(wanted.difference_lines(&Present::default())),
+        let tables = wanted.tables.iter();
+        let mut keys = tables.map(|rules| Key::Rules(wanted.family, rules.table));
+        let there = keys.all(|key| match self.state.get(&key) {
+            Some(Value::Rules(rules)) => rules.tables.iter().all(|t| wanted.tables.contains(t)),
+            _ => false,
+        });
+        if there {
+            Ok(Vec::new())
+        } else {
+            Ok(wanted.difference_lines(&Present::default()))
         }
     }
 

@@ -96,6 +96,8 @@ pub struct Planner {
     conflicts: BTreeSet<Conflict>,
     /// By virtual server: the Service that had it and the one that has it now.
     takeovers: BTreeMap<VirtualServerKey, (ObjectName, ObjectName)>,
+    /// Keys whose op was given out and has not ended.
+    started: BTreeSet<Key>,
     /// What ops touched since a reading began.
     touched: Option<BTreeSet<Key>>,
     doubt: bool,
@@ -130,6 +132,7 @@ impl Planner {
             held: BTreeSet::new(),
             conflicts: BTreeSet::new(),
             takeovers: BTreeMap::new(),
+            started: BTreeSet::new(),
             touched: None,
             doubt: false,
             base: State::new(),
@@ -214,8 +217,9 @@ impl Planner {
         }
         config.cluster_cidrs = networks;
         self.base = plan::base(&self.config);
-        for family in self.config.families.clone() {
-            self.mark(Key::Rules(family), BASE);
+        let keys = self.base.keys().filter(|key| matches!(key, Key::Rules(..)));
+        for key in keys.copied().collect::<Vec<_>>() {
+            self.mark(key, BASE);
         }
     }
 
@@ -301,7 +305,11 @@ impl Planner {
                 touched.insert(key);
             }
             let group = self.unmark(&key).unwrap_or(UNCLAIMED);
+            self.started.remove(&key);
             match outcome {
+                Outcome::Started => {
+                    self.started.insert(key);
+                }
                 Outcome::Done => {
                     self.failures.remove(&key);
                     if let Op::Add(key, _) = &op {
@@ -448,6 +456,9 @@ impl Planner {
 
     /// The op that a key needs, if any.
     fn op(&self, key: &Key) -> Option<Op> {
+        if self.started.contains(key) {
+            return None;
+        }
         match (self.applied(key), self.wanted(key)) {
             (None, Some(value)) => Some(Op::Add(*key, value)),
             (Some(applied), Some(value)) if *applied != value => Some(Op::Update(*key, value)),
@@ -496,7 +507,7 @@ impl Planner {
 
     /// A key is as it should be: note a drain that has begun, forget one that has ended.
     fn settle(&mut self, key: Key, now: Instant) {
-        if self.op(&key).is_some() {
+        if self.op(&key).is_some() || self.started.contains(&key) {
             return;
         }
         if let Key::RealServer(vs, rs) = key {
@@ -554,7 +565,8 @@ impl Planner {
         let entry = |key: &Key| matches!(key, Key::Entry(of, _) if *of == set);
         let entries = self.records.keys().filter(|key| entry(key)).copied();
         let mut gone: Vec<(Key, Group)> = entries.map(|key| (key, UNCLAIMED)).collect();
-        gone.push((Key::Rules(set.family), BASE));
+        let rules = |key: &&Key| matches!(key, Key::Rules(family, _) if *family == set.family);
+        gone.extend(self.base.keys().filter(rules).map(|key| (*key, BASE)));
         for (key, group) in gone {
             self.records.entry(key).or_default().applied = None;
             self.check(key, group, now);

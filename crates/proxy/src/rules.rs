@@ -24,6 +24,16 @@ pub fn rules(config: &Config, family: Family) -> Ruleset {
     }
 }
 
+/// The rules of a family in each table apart, with the table.
+pub fn by_table(config: &Config, family: Family) -> impl Iterator<Item = (Table, Ruleset)> + use<> {
+    let tables = rules(config, family).tables.into_iter();
+    tables.map(move |rules| {
+        let table = rules.table;
+        let tables = vec![rules];
+        (table, Ruleset { family, tables })
+    })
+}
+
 fn nat(config: &Config, family: Family) -> TableRules {
     let mark = mark(config);
     let (loop_back, cluster_ip) = (

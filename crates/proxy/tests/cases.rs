@@ -1413,11 +1413,11 @@ fn extra() -> Vec<Row> {
         row("E25", "the rules can't be written: what serves goes on, a new try within seconds",
             Runs(|| {
             let mut w = served();
-            let rules = Key::Rules(V4);
+            let rules = Key::Rules(V4, Table::Filter);
             w.kernel.state.remove(&rules).unwrap();
             w.kernel.refuse.insert(rules, FailureKind::Refused);
             w.resync(true);
-            assert_eq!(w.ops(), ["add iptables rules"]);
+            assert_eq!(w.ops(), ["add iptables rules in table filter"]);
             w.put(slice("svc1").tcp(80).endpoint("10.180.0.1").endpoint("10.180.0.2"));
             assert_eq!(
                 w.ops(),
@@ -1425,7 +1425,7 @@ fn extra() -> Vec<Row> {
             );
             w.kernel.refuse.clear();
             w.pass(Duration::from_secs(3));
-            assert_eq!(w.ops(), ["add iptables rules"]);
+            assert_eq!(w.ops(), ["add iptables rules in table filter"]);
             w.holds(&["10.20.30.41:80/tcp -> 10.180.0.1:80, 10.180.0.2:80", VIP[0], VIP[1]]);
         })),
         row("E26", "nothing listed yet at start: the kernel stays as it is", Runs(|| {
@@ -1580,7 +1580,11 @@ fn rules_that_cannot_be_changed_hold_up_no_service() {
         ..Config::default()
     });
     w.settle();
-    w.kernel.refuse.insert(Key::Rules(V4), FailureKind::Busy);
+    for table in [Table::Nat, Table::Filter] {
+        w.kernel
+            .refuse
+            .insert(Key::Rules(V4, table), FailureKind::Busy);
+    }
     w.put(pod_cidrs(&["10.180.0.0/24"]));
     w.put(service("svc1").cluster_ip("10.20.30.41").tcp(80));
     w.put(slice("svc1").tcp(80).endpoint("10.180.0.1"));

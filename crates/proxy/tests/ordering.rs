@@ -693,7 +693,7 @@ fn row_21_tables_emptied_between_two_unrelated_events() {
     // Sets and rules: the event itself succeeds, and the audit finds them.
     let emptied: [fn(&Key) -> bool; 2] = [
         |key| matches!(key, Key::Entry(..)),
-        |key| matches!(key, Key::Rules(_)),
+        |key| matches!(key, Key::Rules(..)),
     ];
     for emptied in emptied {
         let mut world = World::of(three());

@@ -1614,7 +1614,7 @@ mod e {
         // Rules and sets are before all.
         let rules = ops
             .iter()
-            .rposition(|op| matches!(op.key(), Key::Rules(_) | Key::Set(_)))
+            .rposition(|op| matches!(op.key(), Key::Rules(..) | Key::Set(_)))
             .unwrap();
         let first = ops
             .iter()

@@ -185,6 +185,6 @@ fn ground(key: &Key) -> Option<Key> {
         Key::RealServer(vs, _) => Some(Key::VirtualServer(*vs)),
         Key::Address(_) => Some(Key::Link),
         Key::Entry(set, _) => Some(Key::Set(*set)),
-        Key::Set(_) | Key::Rules(_) | Key::Link | Key::VirtualServer(_) => None,
+        Key::Set(_) | Key::Rules(..) | Key::Link | Key::VirtualServer(_) => None,
     }
 }

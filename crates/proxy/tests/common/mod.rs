@@ -375,7 +375,7 @@ impl World {
     /// The rules of a chain without their comments.
     pub(crate) fn chain(&mut self, family: Family, table: Table, name: &str) -> Vec<String> {
         self.settle();
-        let Some(Value::Rules(rules)) = self.kernel.state.get(&Key::Rules(family)) else {
+        let Some(Value::Rules(rules)) = self.kernel.state.get(&Key::Rules(family, table)) else {
             panic!("no rules");
         };
         let mut tables = rules.tables.iter().filter(|t| t.table == table);

@@ -1400,7 +1400,7 @@ fn extra() -> Vec<Row> {
                 ops.iter().position(|op| op.starts_with("add virtual server")).unwrap();
             let last = |of: &dyn Fn(&String) -> bool| ops.iter().rposition(of).unwrap();
             assert!(last(&|op| op.starts_with("add set ")) < first_server);
-            assert!(last(&|op| op.ends_with("tables rules")) < first_server);
+            assert!(last(&|op| op.contains("tables rules in table ")) < first_server);
             // All that masquerades, too; only what lets packets in comes after.
             let entry =
                 |op: &String| op.starts_with("add entry") && !op.ends_with("KUBE-IPVS-SERVING");
@@ -1531,7 +1531,10 @@ fn pods_are_told_by_the_networks_of_the_node_as_these_come() {
     w.ops();
     w.put(pod_cidrs(&["10.180.0.0/24", "fd00:180::/64"]));
     assert!(!w.planner.awaits_pod_cidrs());
-    let rules = ["update iptables rules", "update ip6tables rules"];
+    let rules = [
+        "update iptables rules in table nat",
+        "update ip6tables rules in table nat",
+    ];
     assert_eq!(w.ops(), rules, "nothing but the rules");
     let by_both = [
         "! -s 10.180.0.0/24 KUBE-CLUSTER-IP dst,dst",
@@ -1548,14 +1551,14 @@ fn pods_are_told_by_the_networks_of_the_node_as_these_come() {
     assert_eq!(w.ops(), NOTHING);
     // Others: only the rules of the family that they change.
     w.put(pod_cidrs(&["10.180.7.0/24", "fd00:180::/64"]));
-    assert_eq!(w.ops(), ["update iptables rules"]);
+    assert_eq!(w.ops(), ["update iptables rules in table nat"]);
     assert_eq!(
         masqueraded(&mut w)[0],
         "! -s 10.180.7.0/24 KUBE-CLUSTER-IP dst,dst"
     );
     // One family is left without.
     w.put(pod_cidrs(&["10.180.7.0/24"]));
-    assert_eq!(w.ops(), ["update ip6tables rules"]);
+    assert_eq!(w.ops(), ["update ip6tables rules in table nat"]);
     assert_eq!(masqueraded(&mut w)[1], NOBODY_KNOWN[1]);
 }
 

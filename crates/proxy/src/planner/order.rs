@@ -82,12 +82,6 @@ impl Planner {
             Op::Add(Key::VirtualServer(vs), _) => {
                 owning_entries(vs).all(|key| self.wanted(&key).is_none() || there(key))
             }
-            Op::Add(Key::RealServer(vs, _), _) => {
-                let key = Key::VirtualServer(*vs);
-                there(key)
-                    || !self.failures.contains_key(&key)
-                        && self.op(&key).is_some_and(|op| self.may(&op))
-            }
             Op::Add(Key::Address(address), _) => {
                 let family = Family::of(*address);
                 let set = Set {
@@ -137,7 +131,7 @@ impl Planner {
         there(&Key::Rules(family, Table::Filter))
             && tables
                 .filter(|(_, table)| **table != Table::Filter)
-                .all(|(key, _)| there(key) || self.failures.contains_key(key))
+                .all(|(key, _)| there(key) || self.failures.contains(key))
     }
 
     /// A real server whose virtual server is not in the kernel.

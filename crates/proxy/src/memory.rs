@@ -36,6 +36,10 @@ pub struct MemoryKernel {
     pub faults: Faults,
     /// What [`Dataplane::finished`] tells next.
     pub finished: Vec<Finished>,
+    /// Looks after each op at what is [exposed](MemoryKernel::exposed).
+    pub guarded: bool,
+    /// What was exposed after which op.
+    pub leaks: Vec<(Op, Vec<Key>)>,
     /// How many times it was read.
     pub readings: usize,
 }
@@ -162,7 +166,19 @@ impl MemoryKernel {
 impl Dataplane for MemoryKernel {
     fn apply(&mut self, ops: &[Op]) -> Vec<Outcome> {
         self.log.extend_from_slice(ops);
-        ops.iter().map(|op| self.carry_out(op)).collect()
+        let mut outcomes = Vec::with_capacity(ops.len());
+        for op in ops {
+            outcomes.push(self.carry_out(op));
+            let exposed = if self.guarded {
+                self.exposed()
+            } else {
+                Vec::new()
+            };
+            if !exposed.is_empty() {
+                self.leaks.push((op.clone(), exposed));
+            }
+        }
+        outcomes
     }
 
     fn read_part(&mut self, wanted: &State, reading: &mut Reading) -> Result<bool, ReadError> {

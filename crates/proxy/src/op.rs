@@ -156,10 +156,10 @@ pub trait Dataplane {
     ///
     /// # Errors
     /// As [`Dataplane::read_part`].
-    fn read(&mut self, wanted: &State) -> Result<State, ReadError> {
+    fn read(&mut self, wanted: &State) -> Result<Reading, ReadError> {
         let mut reading = Reading::default();
         while !self.read_part(wanted, &mut reading)? {}
-        Ok(reading.state)
+        Ok(reading)
     }
 
     /// Connections, established or not, of each real server of a virtual server; empty when the
@@ -186,8 +186,8 @@ pub trait Dataplane {
     fn forget_flows(&mut self, stale: &StaleFlows) -> Result<usize, ReadError>;
 }
 
-/// A reading of the kernel on its way.
-#[derive(Debug, Default)]
+/// A reading of the kernel, on its way or complete.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Reading {
     /// What was read so far.
     pub state: State,
@@ -195,6 +195,17 @@ pub struct Reading {
     pub todo: Option<Vec<VirtualServerKey>>,
     /// What nobody can tell yet, each a [`Key::Rules`]: [`Dataplane::finished`] does, or says why not.
     pub unread: BTreeSet<Key>,
+}
+
+impl From<State> for Reading {
+    /// A complete reading that shows this.
+    fn from(state: State) -> Reading {
+        Reading {
+            state,
+            todo: Some(Vec::new()),
+            unread: BTreeSet::new(),
+        }
+    }
 }
 
 /// UDP flows to forget: a virtual server, and the real server that they went to; `None` for all

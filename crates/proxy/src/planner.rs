@@ -89,6 +89,10 @@ pub struct Planner {
     next_id: ServiceId,
     /// All but real servers.
     records: BTreeMap<Key, Record>,
+    /// How many entries the kernel's sets hold.
+    entries: BTreeMap<Set, u32>,
+    /// The last virtual server that [`Planner::sample`] named.
+    sampled: Option<Key>,
     real_servers: RealServers,
     pending: Pending,
     failures: Failures,
@@ -110,6 +114,8 @@ pub struct Planner {
     takeovers: BTreeMap<VirtualServerKey, (ObjectName, ObjectName)>,
     /// Keys whose op was given out and has not ended.
     started: BTreeSet<Key>,
+    /// Rules that could not be read, so that they get no op; whether they are being read.
+    unread: BTreeMap<Key, bool>,
     /// What ops touched since a reading began.
     touched: Option<BTreeSet<Key>>,
     doubt: bool,
@@ -133,6 +139,8 @@ impl Planner {
             plans: BTreeMap::new(),
             next_id: 0,
             records: BTreeMap::new(),
+            entries: BTreeMap::new(),
+            sampled: None,
             real_servers: RealServers::default(),
             pending: Pending::default(),
             failures: Failures::default(),
@@ -146,6 +154,7 @@ impl Planner {
             conflicts: BTreeSet::new(),
             takeovers: BTreeMap::new(),
             started: BTreeSet::new(),
+            unread: BTreeMap::new(),
             touched: None,
             doubt: false,
             base: State::new(),
@@ -511,6 +520,11 @@ impl Planner {
     }
 
     fn set_applied(&mut self, key: Key, value: Option<Value>) {
+        if let Key::Entry(set, _) = key {
+            let held = u32::from(self.applied(&key).is_some());
+            let entries = self.entries.entry(set).or_default();
+            *entries = entries.saturating_sub(held) + u32::from(value.is_some());
+        }
         match (key, value) {
             (Key::RealServer(vs, rs), value) => self.real_servers.set(vs, rs, value),
             (key, Some(value)) => self.records.entry(key).or_default().applied = Some(value),
@@ -533,7 +547,7 @@ impl Planner {
 
     /// The op that a key needs, if any.
     fn op(&self, key: &Key) -> Option<Op> {
-        if self.started.contains(key) {
+        if self.started.contains(key) || self.unread.contains_key(key) {
             return None;
         }
         match (self.applied(key), self.wanted(key)) {
@@ -606,7 +620,8 @@ impl Planner {
 
     /// A key is as it should be: note a drain that has begun, forget one that has ended.
     fn settle(&mut self, key: Key, now: Instant) {
-        if self.op(&key).is_some() || self.started.contains(&key) {
+        if self.op(&key).is_some() || self.started.contains(&key) || self.unread.contains_key(&key)
+        {
             return;
         }
         if let Key::RealServer(vs, rs) = key {
@@ -667,7 +682,7 @@ impl Planner {
         let rules = |key: &&Key| matches!(key, Key::Rules(family, _) if *family == set.family);
         gone.extend(self.base.keys().filter(rules).map(|key| (*key, BASE)));
         for (key, group) in gone {
-            self.records.entry(key).or_default().applied = None;
+            self.set_applied(key, None);
             self.check(key, group, now);
         }
     }

@@ -730,11 +730,11 @@ fn row_21_what_goes_while_the_kernel_is_read_comes_back_with_what_it_rests_on() 
             .retain(|key, _| is_ground(key) != Some(false));
         world.planner.begin_reading();
         let first = world.kernel.state.clone();
-        let drift = world.planner.differing(&first);
+        let drift = world.planner.differing(&first.clone().into());
         world.kernel.state.retain(|key, _| is_ground(key).is_none());
         let lost = before - world.kernel.state.len();
         let second = world.kernel.state.clone();
-        let drift = world.planner.differing_again(drift, &second);
+        let drift = world.planner.differing_again(drift, &second.clone().into());
         world.planner.adopt(&drift, &second, world.now);
         let written = world.settle().len();
         assert_eq!(written, drift.len());
@@ -898,5 +898,5 @@ fn row_25_a_large_service_rolls_for_a_minute() {
     assert_eq!(world.failed, 0);
     world.at_rest();
     let read = world.kernel.read(&world.wanted()).unwrap();
-    same(&read, &world.wanted());
+    same(&read.state, &world.wanted());
 }

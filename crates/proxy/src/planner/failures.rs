@@ -33,6 +33,13 @@ impl Failures {
         self.pauses.contains_key(key)
     }
 
+    /// Whether a key waits for the end of its pause.
+    pub(super) fn pauses(&self, key: &Key) -> bool {
+        self.pauses
+            .get(key)
+            .is_some_and(|pause| pause.until.is_some())
+    }
+
     /// Notes that an op failed just now.
     pub(super) fn note(&mut self, key: Key, group: Group, now: Instant) {
         let failed = self.pauses.get(&key);

@@ -301,7 +301,7 @@ mod tests {
             drift.iter().map(Key::to_string).collect::<Vec<_>>(),
             [entry]
         );
-        planner.adopt(&drift, &read, now);
+        planner.adopt(&drift, &read.state, now);
         assert_eq!(
             written(&mut planner, &mut kernel, now),
             [format!("add {entry}")]

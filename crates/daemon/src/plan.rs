@@ -69,7 +69,6 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
             flags.node_name
         ));
     }
-    problems.extend(planner.take_conflicts().iter().map(ToString::to_string));
     if flags.diff && !whole {
         problems
             .push("there is nothing to compare with: not all manifests could be read".to_owned());
@@ -86,11 +85,12 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
         planner.apply(Change::NodeAddresses(addresses));
     }
     let state = planner.desired();
+    problems.extend(planner.take_conflicts().iter().map(ToString::to_string));
     if let Some(kernel) = &mut live {
         let read = kernel
             .read(planner.base())
             .map_err(|error| error.to_string())?;
-        let mut text = difference(&read, &state);
+        let mut text = difference(&read.state, &state);
         for value in state.values() {
             let Value::Rules(rules) = value else { continue };
             let present = kernel

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
+use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
 use ipvs_proxy_core::model::Change;
@@ -149,7 +150,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         warn!("IPv6 is switched off on this node: IPv4 only");
     }
     begun.store(true, Ordering::Relaxed);
-    Controller::new(objects, planner, kernel, of_loop).run(&events);
+    Controller::new(objects, planner, kernel, of_loop, Instant::now).run(&events);
     Ok(())
 }
 

@@ -359,7 +359,7 @@ impl Kernel {
     /// # Errors
     /// If it could not be read whole.
     pub fn read_whatever(&mut self) -> Result<State, ReadError> {
-        let mut state = self.read(&State::new())?;
+        let mut state = self.read(&State::new())?.state;
         for family in self.families.clone() {
             for (table, rules) in rules::by_table(&Config::default(), family) {
                 let present = self.tools.present(&rules).map_err(|e| unread(&e))?;

@@ -34,6 +34,12 @@ pub struct MemoryKernel {
     pub refuse: BTreeMap<Key, FailureKind>,
     /// What else goes wrong.
     pub faults: Faults,
+    /// Keys whose ops are [started](Outcome::Started), and end by [`MemoryKernel::finish_slow`].
+    pub slow: BTreeSet<Key>,
+    /// The ops that were started.
+    started: Vec<Op>,
+    /// Keys of rules that can't be read.
+    pub unreadable: BTreeSet<Key>,
     /// What [`Dataplane::finished`] tells next.
     pub finished: Vec<Finished>,
     /// Looks after each op at what is [exposed](MemoryKernel::exposed).
@@ -91,6 +97,15 @@ impl MemoryKernel {
         exposed
     }
 
+    /// Carries out the ops that were started; nothing is slow any more.
+    pub fn finish_slow(&mut self) {
+        self.slow.clear();
+        for op in std::mem::take(&mut self.started) {
+            let outcome = self.carry_out(&op);
+            self.finished.push(Finished::Op(op, outcome));
+        }
+    }
+
     /// What must be there before a key can be.
     fn parent(key: &Key) -> Vec<Key> {
         match key {
@@ -110,6 +125,10 @@ impl MemoryKernel {
             })
         };
         let key = op.key();
+        if self.slow.contains(&key) {
+            self.started.push(op.clone());
+            return Outcome::Started;
+        }
         if let Some(kind) = self.refuse.get(&key) {
             return failed(*kind, "refused on demand");
         }
@@ -204,10 +223,11 @@ impl Dataplane for MemoryKernel {
 
     fn read_rules(&mut self, key: Key, wanted: &Ruleset) {
         let there = match self.state.get(&key) {
-            Some(Value::Rules(rules)) if **rules == *wanted => self.state.get(&key).cloned(),
-            _ => None,
+            _ if self.unreadable.contains(&key) => Err(ReadError("unreadable".to_owned())),
+            Some(Value::Rules(rules)) if **rules == *wanted => Ok(self.state.get(&key).cloned()),
+            _ => Ok(None),
         };
-        self.finished.push(Finished::Read(key, Ok(there)));
+        self.finished.push(Finished::Read(key, there));
     }
 
     fn glance(&mut self, servers: &[VirtualServerKey]) -> Result<Glance, ReadError> {

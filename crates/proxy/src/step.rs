@@ -50,11 +50,12 @@ impl Planner {
                 }
             }
         }
-        for (key, rules) in self.rules_to_read(now) {
-            kernel.read_rules(key, &rules);
+        let unread = self.rules_to_read(now);
+        for (key, rules) in &unread {
+            kernel.read_rules(*key, rules);
         }
         let ops = self.next(now);
-        step.rests = ops.is_empty();
+        step.rests = ops.is_empty() && unread.is_empty();
         let outcomes = kernel.apply(&ops);
         let results: Vec<(Op, Outcome)> = ops.into_iter().zip(outcomes).collect();
         self.commit(results.iter().cloned(), clock());

@@ -106,6 +106,8 @@ pub struct Settings {
     pub sync_period: Duration,
     /// Whether the sysctls of strict ARP are kept, too.
     pub strict_arp: bool,
+    /// Sets the sysctls that differ; those that could not be set ([`sysctl::set`]).
+    pub set_sysctls: fn(strict_arp: bool) -> Vec<sysctl::SysctlError>,
     /// The timeouts of IPVS that are kept, too.
     pub timeouts: Timeouts,
     /// What to do with what somebody else changed.
@@ -159,6 +161,8 @@ pub struct Controller<D, C> {
     /// What was applied since the log told of it.
     applied: Applied,
     turns: u32,
+    /// What was found in this turn is to be put right in the next.
+    again: bool,
     /// Rules that could not be read, as told.
     unread: BTreeMap<Key, ReadError>,
     /// How many times, and when last, rules had to be moved before those of others.
@@ -219,6 +223,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             glances: Glances::default(),
             applied: Applied::default(),
             turns: 0,
+            again: false,
             unread: BTreeMap::new(),
             moves: BTreeMap::new(),
             clock,
@@ -315,7 +320,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         if !more {
             self.glance();
         }
-        more || self.audit.is_some()
+        more || self.audit.is_some() || std::mem::take(&mut self.again)
     }
 
     /// How long there is nothing to do without news.
@@ -642,6 +647,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             .drifted(step.drift.len(), repair);
         if repair {
             self.planner.adopt(&step.drift, &State::new(), now);
+            self.again = true;
         }
     }
 
@@ -656,6 +662,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             warn!(%key, rules, "rules of others come before ours; moving ours before them");
             self.settings.status.metrics.drifted(1, true);
             self.planner.rewrite_rules(key, now);
+            self.again = true;
         } else if moved == MOVES || self.settings.drift == Drift::Report && moved == 0 {
             error!(%key, rules, "rules of others come before ours, and may keep packets from Services");
             self.settings.status.metrics.drifted(1, false);
@@ -793,7 +800,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             Ok(Some(were)) => info!(?were, "set the timeouts of IPVS"),
             Err(error) => error!(%error, "the timeouts of IPVS are not as they must be"),
         }
-        let failed = sysctl::set(self.settings.strict_arp);
+        let failed = (self.settings.set_sysctls)(self.settings.strict_arp);
         let told = std::mem::take(&mut self.sysctls);
         for failure in failed {
             let finding = failure.to_string();
@@ -839,7 +846,10 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         }
         metrics.recount(&again.state);
         match self.settings.drift {
-            Drift::Repair => self.planner.adopt(&drift, &again.state, now),
+            Drift::Repair => {
+                self.planner.adopt(&drift, &again.state, now);
+                self.again = true;
+            }
             Drift::Report => self.reported = found,
         }
     }
@@ -867,3 +877,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         self.drains_written = number;
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "tests")]
+mod tests;

@@ -14,6 +14,7 @@ use ipvs_proxy_dataplane::addresses;
 use ipvs_proxy_dataplane::growth::GROWING;
 use ipvs_proxy_dataplane::kernel::Kernel;
 use ipvs_proxy_dataplane::notices;
+use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
 use ipvs_proxy_iptables::Backend;
 use ipvs_proxy_netlink::Family;
@@ -133,6 +134,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         stop,
         sync_period: settings.sync_period,
         strict_arp: settings.strict_arp,
+        set_sysctls: sysctl::set,
         timeouts,
         drift: settings.drift,
         drains: place.map(|place| Drains::new(&place.file("drains.json"))),

@@ -265,13 +265,15 @@ impl Planner {
     /// So many virtual servers that the kernel holds, as far as this planner knows; others at the next call.
     pub fn sample(&mut self, number: usize) -> Vec<VirtualServerKey> {
         let after = self.sampled.map_or(Bound::Unbounded, Bound::Excluded);
-        let range = self.records.range((after, Bound::Unbounded));
-        let servers = range.filter_map(|(key, record)| match key {
-            Key::VirtualServer(vs) if record.applied.is_some() => Some(*vs),
-            _ => None,
-        });
-        let sample: Vec<VirtualServerKey> = servers.take(number).collect();
         // After the last one it begins anew.
+        let range = self.records.range((after, Bound::Unbounded));
+        let servers = range
+            .chain(&self.records)
+            .filter_map(|(key, record)| match key {
+                Key::VirtualServer(vs) if record.applied.is_some() => Some(*vs),
+                _ => None,
+            });
+        let sample: Vec<VirtualServerKey> = servers.take(number).collect();
         self.sampled = sample.last().map(|vs| Key::VirtualServer(*vs));
         sample
     }

@@ -35,6 +35,7 @@ fn jump(from: &str, rule: &str) -> Jump {
     Jump {
         from: from.into(),
         rule: rule.into(),
+        first: true,
     }
 }
 

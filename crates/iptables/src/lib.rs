@@ -20,7 +20,7 @@
 //!     tables: vec![TableRules {
 //!         table: Table::Nat,
 //!         chains: vec![Chain { name: "KUBE-MARK".into(), rules: vec!["-j RETURN".into()] }],
-//!         jumps: vec![Jump { from: "OUTPUT".into(), rule: "-j KUBE-MARK".into() }],
+//!         jumps: vec![Jump { from: "OUTPUT".into(), rule: "-j KUBE-MARK".into(), first: true }],
 //!     }],
 //! };
 //! assert_eq!(

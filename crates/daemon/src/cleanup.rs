@@ -30,7 +30,12 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
             say(format_args!("ipvs-proxy: remove set {GROWING}: {error}"));
         }
     }
-    planner.resync(kernel.read_whatever()?, true, Instant::now());
+    let (there, unread) = kernel.read_whatever()?;
+    for why in unread {
+        left += 1;
+        say(format_args!("ipvs-proxy: {why}"));
+    }
+    planner.resync(there, true, Instant::now());
     loop {
         let now = Instant::now();
         let ops = planner.next(now);
@@ -50,7 +55,7 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
         }
         planner.commit(ops.into_iter().zip(outcomes), now);
     }
-    for held in kernel.held_chains()? {
+    for held in kernel.held_chains() {
         left += 1;
         say(format_args!("ipvs-proxy: {held}"));
     }

@@ -21,6 +21,7 @@ mod ipset;
 mod iptables;
 mod ipvs;
 mod kinds;
+mod lacking;
 mod nftables;
 mod order;
 mod reports;
@@ -29,6 +30,7 @@ mod scene;
 mod state;
 mod topology;
 mod traffic;
+mod worker;
 #[path = "../../crates/proxy/tests/world/mod.rs"]
 mod world;
 

@@ -33,13 +33,18 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
             say(format_args!("ipvs-proxy: remove set {GROWING}: {error}"));
         }
     }
-    planner.resync(kernel.read_whatever()?, true, Instant::now());
+    let (there, unread) = kernel.read_whatever()?;
+    for why in unread {
+        left += 1;
+        say(format_args!("ipvs-proxy: {why}"));
+    }
+    planner.resync(there, true, Instant::now());
     let mut readings = 0;
     loop {
         // What is not as it was read changes meanwhile.
         if planner.in_doubt() && readings < READINGS {
             readings += 1;
-            planner.resync(kernel.read_whatever()?, true, Instant::now());
+            planner.resync(kernel.read_whatever()?.0, true, Instant::now());
         }
         let step = planner.step(&mut kernel, &Instant::now);
         for (op, outcome) in step.ops {
@@ -56,7 +61,7 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
             break;
         }
     }
-    for held in kernel.held_chains()? {
+    for held in kernel.held_chains() {
         left += 1;
         say(format_args!("ipvs-proxy: {held}"));
     }

@@ -432,6 +432,7 @@ impl Metrics {
                 FailureKind::Unknown => "unknown",
                 FailureKind::Busy => "busy",
                 FailureKind::Refused => "refused",
+                FailureKind::Node => "node",
             },
         };
         let labels = [("kind", kind), ("op", verb), ("result", result)];

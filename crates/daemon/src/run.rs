@@ -48,8 +48,9 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     let stop = stop_on_signals(sender.clone(), Arc::clone(&begun))?;
     let (runtime, access) = reach(settings)?;
 
-    let families = families();
-    let mut kernel = Kernel::open(&families, settings.iptables_backend)?;
+    let mut kernel = Kernel::open(&Family::ALL, settings.iptables_backend)?;
+    let no_ipv6 = kernel.keep_working_families();
+    let families = kernel.families().to_vec();
     // Without a folder of its own the daemon does all but keep deadlines over a restart.
     let place = Place::here().map_err(|error| warn!("{error:#}; drains begin anew at a restart"));
     let place = place.ok();
@@ -148,8 +149,8 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         families = families.len(),
         "started"
     );
-    if families.len() == 1 {
-        warn!("IPv6 is switched off on this node: IPv4 only");
+    if let Some(why) = no_ipv6 {
+        warn!("IPv4 only: {why}");
     }
     begun.store(true, Ordering::Relaxed);
     Controller::new(objects, planner, kernel, of_loop, Instant::now).run(&events);
@@ -158,15 +159,6 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
 
 /// Findings that may wait to be looked at.
 const FINDINGS: usize = 256;
-
-/// IPv4, and IPv6 unless the node has none.
-pub(crate) fn families() -> Vec<Family> {
-    if std::path::Path::new("/proc/net/if_inet6").exists() {
-        Family::ALL.to_vec()
-    } else {
-        vec![Family::V4]
-    }
-}
 
 /// The host's name in lower case, as kubelet names its Node.
 fn host_name() -> Result<String> {

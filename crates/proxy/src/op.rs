@@ -104,6 +104,8 @@ pub enum FailureKind {
     Busy,
     /// The kernel refuses it: try again, slowly; a person must act.
     Refused,
+    /// This node lacks what it takes, such as a module: others of its kind fail as well. Try again, slowly.
+    Node,
 }
 
 /// The kernel could not be read whole, so nothing may be concluded from what was read.

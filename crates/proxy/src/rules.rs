@@ -185,8 +185,13 @@ fn filter(config: &Config, family: Family) -> TableRules {
                     "-m comment --comment \"kubernetes ipvs access filter\" -m conntrack \
                      --ctstate NEW {vips} dst -j KUBE-IPVS-FILTER"
                 ),
+                first: true,
             },
-            jump("FORWARD", "kubernetes forwarding rules", "KUBE-FORWARD"),
+            // It only accepts, and those who refuse what is forwarded (network policies) must come first.
+            Jump {
+                first: false,
+                ..jump("FORWARD", "kubernetes forwarding rules", "KUBE-FORWARD")
+            },
         ],
     }
 }
@@ -214,5 +219,6 @@ fn jump(from: &str, comment: &str, to: &str) -> Jump {
     Jump {
         from: from.to_owned(),
         rule: format!("-m comment --comment \"{comment}\" -j {to}"),
+        first: true,
     }
 }

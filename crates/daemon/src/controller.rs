@@ -620,6 +620,9 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
                     if !step.rules.iter().any(misplaced) {
                         self.moves.remove(key);
                     }
+                    if !step.drift.contains(key) {
+                        self.reported.retain(|told| !told.is_of(key));
+                    }
                 }
                 Finished::Read(key, Err(error)) => {
                     if self.unread.get(key) != Some(error) {
@@ -637,17 +640,21 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         if step.drift.is_empty() {
             return;
         }
-        for key in &step.drift {
-            warn!(%key, found = "changed", "changed by somebody else");
-        }
-        let repair = self.settings.drift == Drift::Repair;
-        self.settings
-            .status
-            .metrics
-            .drifted(step.drift.len(), repair);
-        if repair {
-            self.planner.adopt(&step.drift, &State::new(), now);
-            self.again = true;
+        let found = findings::of_drift(&step.drift, &State::new(), &self.planner, &mut self.kernel);
+        findings::tell(&found, &self.reported, &self.planner);
+        let metrics = &self.settings.status.metrics;
+        match self.settings.drift {
+            Drift::Repair => {
+                metrics.drifted(step.drift.len(), true);
+                self.planner.adopt(&step.drift, &State::new(), now);
+                self.again = true;
+            }
+            Drift::Report => {
+                metrics.drifted(found.difference(&self.reported).count(), false);
+                let again = |told: &findings::Finding| step.drift.iter().any(|key| told.is_of(key));
+                self.reported.retain(|told| !again(told));
+                self.reported.extend(found);
+            }
         }
     }
 
@@ -825,7 +832,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         let Some(first) = audit.drift else {
             let drift = self.planner.differing(&audit.reading);
             if drift.is_empty() {
-                self.reported.clear();
+                self.reported.retain(findings::Finding::is_of_rules);
             } else {
                 // Listings don't tell when they lack something.
                 self.audit = Some(Audit {
@@ -850,7 +857,10 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
                 self.planner.adopt(&drift, &again.state, now);
                 self.again = true;
             }
-            Drift::Report => self.reported = found,
+            Drift::Report => {
+                self.reported.retain(findings::Finding::is_of_rules);
+                self.reported.extend(found);
+            }
         }
     }
 

@@ -127,6 +127,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
             sender.clone(),
         )?;
     }
+    let wake = sender.clone();
     addresses::watch(move |notices| sender.send(Event::Addresses(notices)).is_ok())?;
     init::at_start(settings);
     let timeouts = Timeouts::open(settings.timeouts)?;
@@ -153,6 +154,11 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         warn!("IPv4 only: {why}");
     }
     begun.store(true, Ordering::Relaxed);
+    // When the channel is full, the loop is about to look anyway.
+    let notify = move || drop(wake.try_send(Event::Kernel));
+    let kernel = kernel
+        .detach_rules(notify)
+        .context("the thread for iptables can't be started")?;
     Controller::new(objects, planner, kernel, of_loop, Instant::now).run(&events);
     Ok(())
 }

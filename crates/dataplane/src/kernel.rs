@@ -481,8 +481,11 @@ impl Kernel {
         &mut self,
         state: &mut State,
     ) -> Result<Vec<VirtualServerKey>, ReadError> {
-        if self.links.index().map_err(|e| unread(&e))?.is_some() {
-            state.insert(Key::Link, Value::Present);
+        match self.links.index() {
+            Ok(Some(_)) => drop(state.insert(Key::Link, Value::Present)),
+            Ok(None) => {}
+            Err(LinkError::NotDummy) => drop(state.insert(Key::Link, Value::OddLink)),
+            Err(error) => return Err(unread(&error)),
         }
         let (vips, _) = self.links.addresses().map_err(|e| unread(&e))?;
         let ours = vips

@@ -292,6 +292,8 @@ pub enum Value {
     Present,
     /// A set of our name that other hands made with another type. Its entries don't count.
     OddSet,
+    /// A link of our name that other hands made of another kind. Its addresses don't count.
+    OddLink,
     /// The rules of a family in one table.
     Rules(Box<Ruleset>),
     /// The virtual server.

@@ -88,7 +88,7 @@ impl Planner {
                     family,
                     role: Role::IpvsIps,
                 };
-                there(Key::Link)
+                self.applied(&Key::Link) == Some(&Value::Present)
                     && self.is_guarded(family)
                     && there(Key::Entry(set, Entry::Ip(*address)))
                     && self

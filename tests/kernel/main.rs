@@ -27,6 +27,7 @@ mod order;
 mod reports;
 mod rules;
 mod scene;
+mod servers;
 mod state;
 mod topology;
 mod traffic;

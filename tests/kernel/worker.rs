@@ -3,24 +3,23 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::net::Ipv4Addr;
 use std::process::{Child, Command};
-use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use ipset_rs::Entry;
-use ipvs_netlink::{RealServerKey, Scheduler, SchedulerFlags, VirtualServer, VirtualServerKey};
+use ipvs_netlink::VirtualServerKey;
 use ipvs_proxy_core::op::{
     Dataplane as _, Failure, FailureKind, Finished, Glance, Op, Outcome, Reading,
 };
 use ipvs_proxy_core::plan::{Config, base};
-use ipvs_proxy_core::state::{Key, Role, Set, State, Value};
+use ipvs_proxy_core::state::{Key, Set, State, Value};
 use ipvs_proxy_dataplane::kernel::Kernel;
 use ipvs_proxy_iptables::{Choice, Table};
-use ipvs_proxy_netlink::{Family, Protocol};
+use ipvs_proxy_netlink::Family;
 use tests::daemon::wait_until;
 use tests::netns::Namespace;
+
+use crate::servers::{SET, adds, server};
 
 /// The lock of iptables-legacy, held by somebody else.
 struct Lock(Child);
@@ -58,57 +57,6 @@ fn v4() -> Config {
 
 fn open() -> Kernel {
     Kernel::open(&[Family::V4], Choice::Legacy).unwrap()
-}
-
-fn adds(state: &State) -> Vec<Op> {
-    let add = |(key, value): (&Key, &Value)| Op::Add(*key, value.clone());
-    state.iter().map(add).collect()
-}
-
-const SET: Set = Set {
-    family: Family::V4,
-    role: Role::ClusterIp,
-};
-
-fn vip(number: u8) -> Ipv4Addr {
-    Ipv4Addr::new(10, 96, 0, number)
-}
-
-/// A virtual server on its VIP, with so many real servers, and what it is known by.
-fn server(number: u8, real_servers: u16) -> State {
-    let vip = vip(number).into();
-    let key = VirtualServerKey::Address {
-        address: vip,
-        port: 80,
-        protocol: Protocol::Tcp,
-    };
-    let mut state = State::from([
-        (Key::Address(vip), Value::Present),
-        (
-            Key::Entry(SET, Entry::IpPort(vip, Protocol::Tcp, 80)),
-            Value::Present,
-        ),
-        (
-            Key::VirtualServer(key),
-            Value::VirtualServer(Arc::new(VirtualServer {
-                key,
-                scheduler: Scheduler::RoundRobin,
-                scheduler_flags: SchedulerFlags::default(),
-                persistence: None,
-                one_packet: false,
-                persistence_engine: None,
-            })),
-        ),
-    ]);
-    for n in 0..real_servers {
-        let [high, low] = n.to_be_bytes();
-        let real = RealServerKey {
-            address: Ipv4Addr::new(10, number, high, low).into(),
-            port: 8080,
-        };
-        state.insert(Key::RealServer(key, real), Value::RealServer(1));
-    }
-    state
 }
 
 fn is_rules(op: &Op) -> bool {

@@ -84,6 +84,8 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         loaded.running(&node_name),
     );
     let status = Arc::new(status);
+    let told = Arc::clone(&status);
+    kernel.report_flows(move |forgotten| told.flows(forgotten));
     let listen = Listen {
         metrics: settings.metrics_bind_address,
         health: settings.healthz_bind_address,

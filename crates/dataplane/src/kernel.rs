@@ -17,12 +17,10 @@ use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::rules;
 use ipvs_proxy_core::state::{Key, Set, State, Value, is_ours};
 use ipvs_proxy_iptables::{Backend, Choice, Ruleset, Tools};
-use ipvs_proxy_netlink::{
-    Error as NetlinkError, Family, KernelError, Socket, Subsystem as NetlinkSubsystem,
-};
+use ipvs_proxy_netlink::{Error as NetlinkError, Family, Socket, Subsystem as NetlinkSubsystem};
 
 use crate::capabilities::{self, Capability};
-use crate::conntrack;
+use crate::flows::{Flows, Forgotten};
 use crate::growth::{self, GROWING};
 use crate::links::{self, AddressChange, LinkError, Links};
 use crate::notices::OwnRules;
@@ -61,7 +59,8 @@ pub struct Kernel {
     ipvs: ipvs_netlink::Client,
     ipset: ipset_rs::Client,
     links: Links,
-    conntrack: Socket,
+    nfnetlink: Socket,
+    flows: Flows,
     tools: Tools,
     own_rules: OwnRules,
     families: Vec<Family>,
@@ -84,10 +83,11 @@ impl Kernel {
             ipvs,
             ipset: ipset_rs::Client::open()?,
             links: Links::open()?,
-            conntrack: Socket::open(NetlinkSubsystem::Netfilter)
+            nfnetlink: Socket::open(NetlinkSubsystem::Netfilter)
                 .map_err(links::failed("open nfnetlink"))?,
             tools: Tools::find(iptables)?,
             own_rules: OwnRules::default(),
+            flows: Flows::new(|_| ()),
             families: families.to_vec(),
         })
     }
@@ -103,6 +103,18 @@ impl Kernel {
     #[must_use]
     pub fn own_rules(&self) -> OwnRules {
         self.own_rules.clone()
+    }
+
+    /// Has `report` called with what became of each pass over connection tracking's table.
+    pub fn report_flows(&mut self, report: impl Fn(&Forgotten) + Send + 'static) {
+        self.flows = Flows::new(report);
+    }
+
+    /// Waits until the UDP flows are forgotten that were to be; false when they could not be, or not in
+    /// this time.
+    #[must_use]
+    pub fn finish_flows(&self, within: Duration) -> bool {
+        self.flows.finish(within)
     }
 
     /// Checks that the kernel has a scheduler, without a change of the table. The kernel may load
@@ -326,7 +338,7 @@ impl Kernel {
             match self.tools.backend() {
                 Backend::Nft => {
                     let transactions = text.lines().filter(|line| *line == "COMMIT").count();
-                    let socket = &mut self.conntrack;
+                    let socket = &mut self.nfnetlink;
                     self.own_rules.during(socket, transactions, write)
                 }
                 Backend::Legacy => write(),
@@ -526,16 +538,8 @@ impl Dataplane for Kernel {
         Ok(others)
     }
 
-    fn forget_flows(&mut self, stale: &StaleFlows) -> Result<usize, ReadError> {
-        conntrack::forget(&mut self.conntrack, stale).map_err(|error| match error {
-            // nfnetlink's answer for a subsystem that it does not have.
-            NetlinkError::Kernel(KernelError { code: EINVAL, .. }) => ReadError(
-                "the kernel does not tell of connection tracking: load the module (modprobe \
-                 nf_conntrack_netlink)"
-                    .to_owned(),
-            ),
-            error => unread(&error),
-        })
+    fn forget_flows(&mut self, stale: &StaleFlows) {
+        self.flows.forget(stale);
     }
 }
 
@@ -642,7 +646,6 @@ const EAGAIN: i32 = 11; // <asm-generic/errno-base.h>
 const ENOMEM: i32 = 12; // <asm-generic/errno-base.h>
 const EBUSY: i32 = 16; // <asm-generic/errno-base.h>
 const ENODEV: i32 = 19; // <asm-generic/errno-base.h>
-const EINVAL: i32 = 22; // <asm-generic/errno-base.h>
 
 fn kind_of_errno(code: i32) -> FailureKind {
     match code {

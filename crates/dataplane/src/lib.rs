@@ -31,6 +31,7 @@
 pub mod addresses;
 pub mod capabilities;
 pub mod conntrack;
+pub mod flows;
 pub mod growth;
 pub mod kernel;
 pub mod links;

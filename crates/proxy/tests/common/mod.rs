@@ -314,7 +314,7 @@ impl World {
             let outcomes = self.kernel.apply(&ops);
             self.planner.commit(ops.into_iter().zip(outcomes), self.now);
             let stale = self.planner.take_stale_flows();
-            self.kernel.forget_flows(&stale).unwrap();
+            self.kernel.forget_flows(&stale);
         }
         panic!("no end of ops");
     }

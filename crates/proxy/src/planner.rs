@@ -35,7 +35,7 @@ pub use claims::{Conflict, Takeover};
 pub use drains::{DrainNews, DrainStep};
 
 use claims::{Planned, Record};
-use drains::{Drain, is_udp};
+use drains::{Drains, is_udp};
 use order::{Phase, phase, quiesces};
 use servers::RealServers;
 
@@ -80,7 +80,7 @@ pub struct Planner {
     pending: BTreeMap<Key, Group>,
     groups: BTreeMap<Group, BTreeSet<Key>>,
     failures: BTreeMap<Key, Pause>,
-    drains: BTreeMap<(VirtualServerKey, RealServerKey), Drain>,
+    drains: Drains,
     /// Deadlines of drains that an earlier process began, until they are found in the kernel.
     remembered: BTreeMap<(VirtualServerKey, RealServerKey), Instant>,
     /// Changes whenever a drain begins or ends.
@@ -121,7 +121,7 @@ impl Planner {
             pending: BTreeMap::new(),
             groups: BTreeMap::new(),
             failures: BTreeMap::new(),
-            drains: BTreeMap::new(),
+            drains: Drains::default(),
             remembered: BTreeMap::new(),
             drain_changes: 0,
             drain_news: Vec::new(),
@@ -350,17 +350,7 @@ impl Planner {
             .iter()
             .filter(|(key, _)| !self.pending.contains_key(key));
         let retries = paused.map(|(_, pause)| pause.until);
-        let ends = self
-            .drains
-            .values()
-            .filter(|d| !d.over)
-            .filter_map(|d| d.deadline);
-        let polls = self
-            .drains
-            .values()
-            .filter(|d| !d.over)
-            .map(|d| d.next_poll);
-        retries.chain(polls).chain(ends).min()
+        retries.chain(self.drains.next()).min()
     }
 
     /// The keys whose ops fail, and since when.
@@ -563,15 +553,7 @@ impl Planner {
 
     /// Marks the keys whose pause after a failure is over, and the drains whose deadline is.
     fn wake(&mut self, now: Instant) {
-        let late = self.drains.iter_mut().filter(|(_, drain)| !drain.over);
-        let ended: Vec<Key> = late
-            .filter(|(_, drain)| drain.deadline.is_some_and(|deadline| deadline <= now))
-            .map(|((vs, rs), drain)| {
-                drain.over = true;
-                Key::RealServer(*vs, *rs)
-            })
-            .collect();
-        for key in ended {
+        for key in self.drains.cut(now) {
             self.mark(key, UNCLAIMED);
         }
         let over: Vec<(Key, Group)> = self

@@ -128,6 +128,26 @@ fn the_annotation_goes_before_the_flag() {
 }
 
 #[test]
+fn where_there_is_no_drain_a_real_server_goes_at_once() {
+    let scene = Scene::web(3, &[0, 1], "", &["--drain-timeout=now"]);
+    let (mut of_pod0, mut others) = hold_all(&scene);
+    scene.endpoints(&[1]);
+    for vip in vips() {
+        wait_up_to(Duration::from_secs(1), "pod0 is gone", || {
+            scene.servers("-t", vip) == Some([(1, 1)].into())
+        });
+    }
+    for held in &mut of_pod0 {
+        wait_until("the connection ends", || {
+            matches!(held.ping(), Err(Error::Closed))
+        });
+    }
+    ping_until(Instant::now(), &mut others, "pod0 is gone");
+    let log = scene.daemon.as_ref().unwrap().log();
+    assert!(!log.contains("drain began"), "{log}");
+}
+
+#[test]
 fn a_restart_keeps_the_deadline() {
     const LIMIT: Duration = Duration::from_secs(10);
     let flags = ["--drain-timeout=10s"];

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::op::{Dataplane, Op, Outcome, ReadError, Reading};
 use ipvs_proxy_core::planner::Planner;
@@ -24,7 +25,7 @@ use tracing::{debug, error, info, warn};
 
 use crate::api::{ApiEvent, Kind, News};
 use crate::cli::Drift;
-use crate::drains::Drains;
+use crate::drains::{Deadline, Drains};
 use crate::events::{Finding, Reason};
 use crate::findings::{self, NO_POD_CIDRS};
 use crate::hurry::Hurry;
@@ -141,8 +142,6 @@ pub struct Controller<D> {
     reported: BTreeSet<findings::Finding>,
     /// The sysctls that are not as they must be and can't be set, as told.
     sysctls: BTreeSet<String>,
-    /// The number of the drains as the file has them.
-    drains_written: u64,
 }
 
 impl<D: Dataplane> Controller<D> {
@@ -172,7 +171,6 @@ impl<D: Dataplane> Controller<D> {
             hurry: Hurry::default(),
             reported: BTreeSet::new(),
             sysctls: BTreeSet::new(),
-            drains_written: 0,
             objects,
             settings,
         }
@@ -187,13 +185,7 @@ impl<D: Dataplane> Controller<D> {
         let started = || Finding::of_node(Reason::Starting, "ipvs-proxy started".to_owned());
         self.settings.find(started);
         self.set_sysctls();
-        match self
-            .settings
-            .drains
-            .as_ref()
-            .map(|drains| drains.read(Instant::now()))
-            .transpose()
-        {
+        match self.settings.drains.as_ref().map(Drains::read).transpose() {
             Ok(None) => {}
             Ok(Some(deadlines)) => self.planner.remember_drains(deadlines),
             Err(error) => warn!(%error, "deadlines of drains could not be read; they begin anew"),
@@ -217,6 +209,10 @@ impl<D: Dataplane> Controller<D> {
                 Err(RecvTimeoutError::Timeout) => self.audit_some(),
             }
         }
+        if let Some(file) = self.settings.drains.take() {
+            let (number, drains) = self.planner.drains();
+            file.finish(number, || drains.filter_map(with_deadline).collect());
+        }
         info!("stopped; what the kernel holds stays in force");
     }
 
@@ -229,6 +225,7 @@ impl<D: Dataplane> Controller<D> {
         // No audit begins before the kernel was read.
         let audit = self.hurry.at().into_iter().chain([self.audit_at]);
         let next = deadlines
+            .chain(self.settings.drains.as_ref().and_then(Drains::due))
             .chain(audit.filter(|_| self.adopted && self.read_at.is_none()))
             .min();
         next.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
@@ -644,26 +641,20 @@ impl<D: Dataplane> Controller<D> {
         }
     }
 
-    /// Writes the deadlines of drains when one began or ended.
+    /// Has the deadlines of drains written when one began or ended.
     fn keep_drains(&mut self) {
-        let (number, drains) = self.planner.drains();
-        if number == self.drains_written {
-            return;
-        }
-        let drains: Vec<_> = drains.collect();
-        let draining = i64::try_from(drains.len()).unwrap_or(i64::MAX);
+        let draining = i64::try_from(self.planner.draining()).unwrap_or(i64::MAX);
         self.settings.status.metrics.drains.set(draining);
-        let deadlines = drains
-            .into_iter()
-            .filter_map(|(vs, rs, until)| Some((vs, rs, until?)));
-        let written = self
-            .settings
-            .drains
-            .as_ref()
-            .map(|d| d.write(deadlines, Instant::now()));
-        if let Some(Err(error)) = written {
-            warn!(%error, "deadlines of drains could not be kept; a restart begins them anew");
+        if let Some(file) = &mut self.settings.drains {
+            let (number, drains) = self.planner.drains();
+            let deadlines = || drains.filter_map(with_deadline).collect();
+            file.keep(number, deadlines, Instant::now());
         }
-        self.drains_written = number;
     }
+}
+
+fn with_deadline(
+    (vs, rs, until): (VirtualServerKey, RealServerKey, Option<Instant>),
+) -> Option<Deadline> {
+    Some((vs, rs, until?))
 }

@@ -222,7 +222,7 @@ impl Planner {
             self.drains.change(&(vs, rs), |drain| {
                 drain.next_poll = now + POLL;
                 drain.connections = there.unwrap_or(0);
-                drain.over = there.map_or(false, |there| there == 0 || drain.over);
+                drain.over = there.is_some_and(|there| there == 0 || drain.over);
             });
             let key = Key::RealServer(vs, rs);
             match there {

@@ -18,8 +18,8 @@ use ipvs_proxy_core::op::{Dataplane, Op, Outcome, ReadError, Reading};
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_core::state::{Key, State};
 use ipvs_proxy_dataplane::addresses::AddressNotice;
-use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
+use ipvs_proxy_dataplane::{ports, sysctl};
 use tokio::sync::mpsc;
 use tracing::{debug, error, info, warn};
 
@@ -90,6 +90,8 @@ pub struct Settings {
     pub sync_period: Duration,
     /// Whether the sysctls of strict ARP are kept, too.
     pub strict_arp: bool,
+    /// The sysctls of connection tracking, to be set once.
+    pub conntrack: sysctl::Once,
     /// The timeouts of IPVS that are kept, too.
     pub timeouts: Timeouts,
     /// What to do with what somebody else changed.
@@ -477,6 +479,7 @@ impl<D: Dataplane> Controller<D> {
                 0 => info!("what the objects say is in force"),
                 failed => warn!(failed, "not all of what the objects say is in force"),
             }
+            self.look_at_ports();
         }
     }
 
@@ -565,6 +568,7 @@ impl<D: Dataplane> Controller<D> {
         if self.audit.is_none() {
             self.hurry.begun(now);
             self.set_sysctls();
+            self.look_at_ports();
             self.list_addresses();
             self.planner.begin_reading();
         }
@@ -586,7 +590,8 @@ impl<D: Dataplane> Controller<D> {
             Ok(Some(were)) => info!(?were, "set the timeouts of IPVS"),
             Err(error) => error!(%error, "the timeouts of IPVS are not as they must be"),
         }
-        let failed = sysctl::set(self.settings.strict_arp);
+        let mut failed = sysctl::set(self.settings.strict_arp);
+        failed.extend(self.settings.conntrack.set());
         let told = std::mem::take(&mut self.sysctls);
         for failure in failed {
             let finding = failure.to_string();
@@ -598,6 +603,23 @@ impl<D: Dataplane> Controller<D> {
             self.sysctls.insert(finding);
         }
         self.settings.status.sysctls(&self.sysctls);
+    }
+
+    /// Whether the kernel may give node ports to connections of the node's own; told when it changes.
+    fn look_at_ports(&self) {
+        let mut node_ports = self.planner.node_ports();
+        if node_ports.is_empty() {
+            node_ports.extend(ports::NODE_PORTS);
+        }
+        let finding = ports::given_away(&node_ports).unwrap_or_else(|error| {
+            debug!(%error, "the range of local ports could not be read");
+            None
+        });
+        if self.settings.status.node_ports(finding.as_deref())
+            && let Some(finding) = finding
+        {
+            warn!("{finding}");
+        }
     }
 
     fn audited(&mut self, read: &State, now: Instant) {

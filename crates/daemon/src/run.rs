@@ -127,13 +127,15 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         )?;
     }
     addresses::watch(move |notices| sender.send(Event::Addresses(notices)).is_ok())?;
-    init::at_start(settings);
+    init::adjust_oom_score(settings);
+    init::keep_strict_arp(settings, place.as_ref());
     let timeouts = Timeouts::open(settings.timeouts)?;
     let of_loop = controller::Settings {
         follow_addresses: settings.node_ips.is_empty(),
         stop,
         sync_period: settings.sync_period,
         strict_arp: settings.strict_arp,
+        conntrack: init::conntrack(settings),
         timeouts,
         drift: settings.drift,
         drains: place.map(|place| Drains::new(&place.file("drains.json"))),

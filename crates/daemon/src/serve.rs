@@ -187,6 +187,24 @@ impl Status {
         }
     }
 
+    /// What there is to say of node ports that the kernel may give to others. Returns whether that is
+    /// another word than before.
+    pub fn node_ports(&self, finding: Option<&str>) -> bool {
+        let mut health = self.health();
+        let before = health
+            .node_ports
+            .as_ref()
+            .map(|(finding, _)| finding.as_str());
+        if before == finding {
+            return false;
+        }
+        if finding.is_none() {
+            health.recover("node-ports");
+        }
+        health.node_ports = finding.map(|finding| (finding.to_owned(), SystemTime::now()));
+        true
+    }
+
     /// What became of a pass that was to make connection tracking forget UDP flows.
     pub fn flows(&self, forgotten: &Forgotten) {
         let mut health = self.health();

@@ -36,5 +36,6 @@ pub mod growth;
 pub mod kernel;
 pub mod links;
 pub mod notices;
+pub mod ports;
 pub mod sysctl;
 pub mod timeouts;

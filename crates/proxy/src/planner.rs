@@ -378,6 +378,14 @@ impl Planner {
         state
     }
 
+    /// The node ports of all Services.
+    #[must_use]
+    pub fn node_ports(&self) -> BTreeSet<u16> {
+        let services = self.cluster.services();
+        let ports = services.flat_map(|(_, service)| &service.ports);
+        ports.filter_map(|port| port.node_port).collect()
+    }
+
     /// The rules and sets that are needed whatever the Services are.
     #[must_use]
     pub fn base(&self) -> &State {

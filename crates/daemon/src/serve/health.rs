@@ -86,6 +86,8 @@ pub struct Health {
     pub unread: Option<(Moment, String)>,
     /// The sysctls that can't be set, and when that was found.
     pub sysctls: Option<(BTreeSet<String>, SystemTime)>,
+    /// Node ports that the kernel may give to others, and since when.
+    pub node_ports: Option<(String, SystemTime)>,
     /// Why UDP flows can't be forgotten that lead to where nobody is, and since when.
     pub flows: Option<(String, SystemTime)>,
     /// Why load balancers should send the node nothing new, and since when.
@@ -128,6 +130,7 @@ impl Health {
             failing: None,
             unread: None,
             sysctls: None,
+            node_ports: None,
             flows: None,
             ineligible: None,
             pod_cidrs: None,
@@ -226,6 +229,7 @@ impl Health {
             .clone()
             .map(|(all, since)| (all.into_iter().collect::<Vec<_>>().join("; "), since));
         add("sysctls", &[], sysctls, started);
+        add("node-ports", &[], self.node_ports.clone(), started);
         add("udp-flows", &[], self.flows.clone(), started);
         if let Some((why, since)) = &self.config {
             add("config", &[], Some((why.clone(), *since)), *since);

@@ -121,6 +121,13 @@ fn codes_by_state() {
     );
     assert!(server.verbose().contains("[~]kernel-read failed since "));
     assert!(server.verbose().contains("[~]sysctls failed since "));
+    assert!(server.verbose().contains("[+]node-ports ok since "));
+    assert!(status.node_ports(Some("taken")));
+    assert!(!status.node_ports(Some("taken")));
+    assert!(server.verbose().contains("[~]node-ports failed since "));
+    assert_eq!(server.codes(), [200, 200, 200], "node ports may be taken");
+    assert!(status.node_ports(None));
+    assert!(server.verbose().contains("[+]node-ports ok since "));
     assert!(server.verbose().contains("[+]udp-flows ok since "));
     status.flows(&Ok(3));
     status.flows(&Err(ForgetError::NoModule));

@@ -324,3 +324,93 @@ fn a_loop_that_is_stuck_is_told() {
         node.tool("iptables-save").contains("-A KUBE-SERVICES")
     });
 }
+
+/// The check of this name in /readyz?verbose.
+fn check(node: &Namespace, name: &str) -> String {
+    let verbose =
+        get(node, "127.0.0.1:10256", "/readyz?verbose").map_or_else(String::new, |(_, body)| body);
+    let line = verbose
+        .lines()
+        .find(|line| line[3..].starts_with(&format!("{name} ")));
+    line.unwrap_or_default().to_owned()
+}
+
+#[test]
+fn sysctls_of_connection_tracking_that_can_not_be_set_are_a_finding() {
+    let (node, manifests) = (Namespace::new(), Manifests::new());
+    node.enter(loopback_up).unwrap();
+    // That of the machine can't be set in this namespace.
+    let flags = ["--conntrack-max-per-core=77777", "--sync-period=300ms"];
+    let mut daemon = Daemon::start(&node, &manifests, &flags);
+    daemon.settle();
+    let line = check(&node, "sysctls");
+    assert!(line.starts_with("[~]"), "{line}");
+    assert!(line.contains("net.netfilter.nf_conntrack_max is"), "{line}");
+    let metrics = get(&node, METRICS, "/metrics").unwrap().1;
+    let failed = metrics
+        .lines()
+        .find(|line| line.starts_with("ipvs_proxy_failed_sysctls "));
+    assert!(
+        failed.is_some_and(|line| !line.ends_with(" 0")),
+        "{failed:?}"
+    );
+    // Once for all audits; and one that was set is nobody's business any more.
+    node.sysctl("netfilter/nf_conntrack_tcp_timeout_close_wait", "55");
+    sleep(Duration::from_secs(1));
+    let log = daemon.log();
+    assert_eq!(log.matches("nf_conntrack_max is").count(), 1, "{log}");
+    let close_wait = node.tool("sysctl -n net.netfilter.nf_conntrack_tcp_timeout_close_wait");
+    assert_eq!(close_wait.trim(), "55");
+}
+
+#[test]
+fn strict_arp_ends_as_it_began() {
+    let (node, manifests) = (Namespace::new(), Manifests::new());
+    let arp = || {
+        let names = "net.ipv4.conf.all.arp_ignore net.ipv4.conf.all.arp_announce";
+        let said = node.tool(&format!("sysctl -n {names}"));
+        said.split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let run = |flags: &[&str]| {
+        let mut daemon = Daemon::start(&node, &manifests, flags);
+        daemon.settle();
+        daemon
+    };
+    node.sysctl("ipv4/conf/all/arp_announce", "1");
+    for (before, strict) in [("0", "1 2"), ("2", "2 2")] {
+        node.sysctl("ipv4/conf/all/arp_ignore", before);
+        run(&["--ipvs-strict-arp"]).crash();
+        assert_eq!(arp(), strict);
+        run(&["--ipvs-strict-arp"]).crash();
+        assert_eq!(arp(), strict);
+        run(&[]).crash();
+        assert_eq!(arp(), format!("{before} 1"));
+    }
+}
+
+#[test]
+fn node_ports_that_the_kernel_may_give_away_are_told_once() {
+    let (node, manifests) = (Namespace::new(), Manifests::new());
+    node.enter(loopback_up).unwrap();
+    let ports = [("", "TCP", 80, 30080)];
+    manifests.write("web.yaml", &service("web", &["10.96.0.10"], &ports));
+    let mut daemon = Daemon::start(&node, &manifests, &["--sync-period=300ms"]);
+    daemon.settle();
+    assert!(check(&node, "node-ports").starts_with("[+]"));
+    node.sysctl("ipv4/ip_local_port_range", "1024 65535");
+    wait_until("it is a finding", || {
+        check(&node, "node-ports").starts_with("[~]")
+    });
+    let told = || {
+        daemon
+            .log()
+            .matches("ip_local_port_range is 1024 65535")
+            .count()
+    };
+    sleep(Duration::from_secs(1));
+    assert_eq!(told(), 1, "{}", daemon.log());
+    node.sysctl("ipv4/ip_local_reserved_ports", "30000-32767");
+    wait_until("it is none any more", || {
+        check(&node, "node-ports").starts_with("[+]")
+    });
+}

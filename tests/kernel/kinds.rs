@@ -13,6 +13,7 @@ use crate::scene::{self, CLUSTER_CIDR, NODE_PORT, PORT, TARGET, ready, slices};
 
 mod addresses;
 mod drains;
+mod flows;
 mod privilege;
 mod sctp;
 mod sysctls;

@@ -593,9 +593,9 @@ pub struct Shape {
     /// The bit of the packet mark that asks for masquerading, 0 to 31; 14 if not given
     #[arg(long, value_name = "BIT", allow_negative_numbers = true)]
     pub iptables_masquerade_bit: Option<i32>,
-    /// How long a real server may drain, 0 (if not given) for no limit; a Service's annotation
-    /// ipvs-proxy.io/drain-timeout goes before
-    #[arg(long, value_name = "TIME")]
+    /// How long a real server may drain, 0 (if not given) for no limit, now for not at all; a
+    /// Service's annotation ipvs-proxy.io/drain-timeout goes before
+    #[arg(long, value_name = "TIME|now")]
     pub drain_timeout: Option<String>,
     /// Where node ports are served: networks, or the words primary, localhost, all
     #[arg(long, value_name = "CIDR|WORD,…", value_delimiter = ',')]

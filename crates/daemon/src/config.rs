@@ -22,7 +22,7 @@ pub(crate) mod file;
 #[cfg(test)]
 mod tests;
 
-pub use duration::{format_duration, parse_duration};
+pub use duration::{format_drain_timeout, format_duration, parse_drain_timeout, parse_duration};
 use file::Configuration;
 
 /// Everything that `run` and `plan` are told, checked.
@@ -143,13 +143,12 @@ impl Loaded {
     pub fn running(&self, node_name: &str) -> serde_json::Value {
         let settings = &self.settings;
         let addresses = settings.node_ips.iter().map(ToString::to_string);
-        let drain = settings.config.drain_timeout.unwrap_or_default();
         serde_json::json!({
             "kubeproxy.config.k8s.io": self.configuration,
             "ipvs-proxy": {
                 "nodeName": node_name,
                 "nodeIPs": addresses.collect::<Vec<_>>(),
-                "drainTimeout": format_duration(drain),
+                "drainTimeout": format_drain_timeout(settings.config.drain_timeout),
                 "drift": format!("{:?}", settings.drift).to_lowercase(),
                 "master": settings.master,
             },

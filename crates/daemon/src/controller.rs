@@ -12,21 +12,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
+use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::op::{Dataplane, Finished, Op, Outcome, ReadError, Reading};
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_core::state::{Key, State};
 use ipvs_proxy_core::step::Step;
 use ipvs_proxy_dataplane::addresses::AddressNotice;
-use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
+use ipvs_proxy_dataplane::{ports, sysctl};
 use ipvs_proxy_netlink::Family;
 use tokio::sync::mpsc;
 use tracing::{debug, error, info, warn};
 
 use crate::api::{ApiEvent, Kind, News};
 use crate::cli::Drift;
-use crate::drains::Drains;
+use crate::drains::{Deadline, Drains};
 use crate::events::{Finding, Reason};
 use crate::findings::{self, NO_POD_CIDRS};
 use crate::glances::Glances;
@@ -108,6 +109,8 @@ pub struct Settings {
     pub strict_arp: bool,
     /// Sets the sysctls that differ; those that could not be set ([`sysctl::set`]).
     pub set_sysctls: fn(strict_arp: bool) -> Vec<sysctl::SysctlError>,
+    /// The sysctls of connection tracking, to be set once.
+    pub conntrack: sysctl::Once,
     /// The timeouts of IPVS that are kept, too.
     pub timeouts: Timeouts,
     /// What to do with what somebody else changed.
@@ -173,8 +176,6 @@ pub struct Controller<D, C> {
     reported: BTreeSet<findings::Finding>,
     /// The sysctls that are not as they must be and can't be set, as told.
     sysctls: BTreeSet<String>,
-    /// The number of the drains as the file has them.
-    drains_written: u64,
 }
 
 /// An audit on its way.
@@ -230,7 +231,6 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             hurry: Hurry::default(),
             reported: BTreeSet::new(),
             sysctls: BTreeSet::new(),
-            drains_written: 0,
             objects,
             settings,
         }
@@ -257,6 +257,10 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             for _ in 0..NEWS {
                 match event {
                     Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => {
+                        if let Some(file) = self.settings.drains.take() {
+                            let (number, drains) = self.planner.drains();
+                            file.finish(number, || drains.filter_map(with_deadline).collect());
+                        }
                         info!("stopped; what the kernel holds stays in force");
                         return;
                     }
@@ -277,13 +281,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         let started = || Finding::of_node(Reason::Starting, "ipvs-proxy started".to_owned());
         self.settings.find(started);
         self.set_sysctls();
-        match self
-            .settings
-            .drains
-            .as_ref()
-            .map(|drains| drains.read(self.now()))
-            .transpose()
-        {
+        match self.settings.drains.as_ref().map(Drains::read).transpose() {
             Ok(None) => {}
             Ok(Some(deadlines)) => self.planner.remember_drains(deadlines),
             Err(error) => warn!(%error, "deadlines of drains could not be read; they begin anew"),
@@ -330,7 +328,8 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         let audits = [self.audit_at, self.glance_at].into_iter();
         let audits = audits
             .chain(self.hurry.at())
-            .chain(self.planner.next_deadline());
+            .chain(self.planner.next_deadline())
+            .chain(self.settings.drains.as_ref().and_then(Drains::due));
         let next = audits.filter(|_| working && self.read_at.is_none());
         let next = next.chain(self.read_at).min();
         next.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
@@ -535,11 +534,6 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         }
         self.note_ops(&step.ops, now);
         self.note_rules(&step);
-        match step.flows {
-            None | Some(Ok(0)) => {}
-            Some(Ok(flows)) => info!(flows, "forgot UDP flows that lead elsewhere now"),
-            Some(Err(error)) => warn!(%error, "UDP flows may go on to where they went"),
-        }
         findings::tell_drains(&self.planner.take_drain_news(), self.now());
         if step.rests {
             self.note_rest();
@@ -604,6 +598,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             0 => info!("what the objects say is in force"),
             failed => warn!(failed, "not all of what the objects say is in force"),
         }
+        self.look_at_ports();
     }
 
     /// Takes in what the kernel tells of rules.
@@ -763,6 +758,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         if self.audit.is_none() {
             self.hurry.begun(now);
             self.set_sysctls();
+            self.look_at_ports();
             self.list_addresses();
             self.planner.begin_reading();
         }
@@ -807,7 +803,8 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             Ok(Some(were)) => info!(?were, "set the timeouts of IPVS"),
             Err(error) => error!(%error, "the timeouts of IPVS are not as they must be"),
         }
-        let failed = (self.settings.set_sysctls)(self.settings.strict_arp);
+        let mut failed = (self.settings.set_sysctls)(self.settings.strict_arp);
+        failed.extend(self.settings.conntrack.set());
         let told = std::mem::take(&mut self.sysctls);
         for failure in failed {
             let finding = failure.to_string();
@@ -819,6 +816,23 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             self.sysctls.insert(finding);
         }
         self.settings.status.sysctls(&self.sysctls);
+    }
+
+    /// Whether the kernel may give node ports to connections of the node's own; told when it changes.
+    fn look_at_ports(&self) {
+        let mut node_ports = self.planner.node_ports();
+        if node_ports.is_empty() {
+            node_ports.extend(ports::NODE_PORTS);
+        }
+        let finding = ports::given_away(&node_ports).unwrap_or_else(|error| {
+            debug!(%error, "the range of local ports could not be read");
+            None
+        });
+        if self.settings.status.node_ports(finding.as_deref())
+            && let Some(finding) = finding
+        {
+            warn!("{finding}");
+        }
     }
 
     /// A reading of an audit is complete.
@@ -864,28 +878,23 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         }
     }
 
-    /// Writes the deadlines of drains when one began or ended.
+    /// Has the deadlines of drains written when one began or ended.
     fn keep_drains(&mut self) {
-        let (number, drains) = self.planner.drains();
-        if number == self.drains_written {
-            return;
-        }
-        let drains: Vec<_> = drains.collect();
-        let draining = i64::try_from(drains.len()).unwrap_or(i64::MAX);
+        let draining = i64::try_from(self.planner.draining()).unwrap_or(i64::MAX);
         self.settings.status.metrics.drains.set(draining);
-        let deadlines = drains
-            .into_iter()
-            .filter_map(|(vs, rs, until)| Some((vs, rs, until?)));
-        let written = self
-            .settings
-            .drains
-            .as_ref()
-            .map(|d| d.write(deadlines, self.now()));
-        if let Some(Err(error)) = written {
-            warn!(%error, "deadlines of drains could not be kept; a restart begins them anew");
+        let now = self.now();
+        if let Some(file) = &mut self.settings.drains {
+            let (number, drains) = self.planner.drains();
+            let deadlines = || drains.filter_map(with_deadline).collect();
+            file.keep(number, deadlines, now);
         }
-        self.drains_written = number;
     }
+}
+
+fn with_deadline(
+    (vs, rs, until): (VirtualServerKey, RealServerKey, Option<Instant>),
+) -> Option<Deadline> {
+    Some((vs, rs, until?))
 }
 
 #[cfg(test)]

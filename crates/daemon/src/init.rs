@@ -9,13 +9,16 @@ use anyhow::{Result, anyhow};
 use ipvs_proxy_core::op::{Dataplane as _, Op, Outcome};
 use ipvs_proxy_core::state::{Key, Set, Value};
 use ipvs_proxy_dataplane::kernel::Kernel;
+use ipvs_proxy_dataplane::modules;
+use ipvs_proxy_dataplane::sysctl::{self, StrictArp};
 use ipvs_proxy_dataplane::timeouts::Timeouts;
-use ipvs_proxy_dataplane::{modules, sysctl};
 use ipvs_proxy_netlink::Family;
 use nix::unistd::{SysconfVar, sysconf};
 use tracing::{debug, error, info, warn};
 
 use crate::config::{Conntrack, Settings};
+use crate::place::Place;
+
 const OOM_SCORE_ADJ: &str = "/proc/self/oom_score_adj";
 
 /// Loads modules, sets sysctls and IPVS's timeouts, makes our sets, which are empty, and the link.
@@ -55,7 +58,9 @@ pub fn init(settings: &Settings) -> Result<()> {
             warn!("module {name}: {why}; it is needed unless the kernel has it built in");
         }
     }
+    keep_strict_arp(settings, Place::here().ok().as_ref());
     for failure in conntrack(settings)
+        .set()
         .into_iter()
         .chain(sysctl::set(settings.strict_arp))
     {
@@ -104,11 +109,22 @@ pub fn init(settings: &Settings) -> Result<()> {
     }
 }
 
-/// What the daemon does of it when it starts: connection tracking, and the process's own standing.
-pub(crate) fn at_start(settings: &Settings) {
-    for failure in conntrack(settings) {
-        warn!(error = %failure.source, "{failure}");
+/// Notes what strict ARP is going to change, or puts that back where it is not wanted any more.
+pub(crate) fn keep_strict_arp(settings: &Settings, place: Option<&Place>) {
+    let Some(place) = place else { return };
+    let record = place.file("strict-arp");
+    if let Err(error) = StrictArp::new(&record).keep(settings.strict_arp) {
+        match settings.strict_arp {
+            true => {
+                warn!(%error, "what strict ARP changes can't be noted: its end will not put it back")
+            }
+            false => warn!(%error, "what strict ARP changed could not be put back"),
+        }
     }
+}
+
+/// Makes the process the last one to be killed where memory is short.
+pub(crate) fn adjust_oom_score(settings: &Settings) {
     let adjusted = settings.oom_score_adj.to_string();
     let present = fs::read_to_string(OOM_SCORE_ADJ).unwrap_or_default();
     if present.trim() != adjusted
@@ -124,7 +140,8 @@ pub(crate) fn at_start(settings: &Settings) {
     }
 }
 
-fn conntrack(settings: &Settings) -> Vec<sysctl::SysctlError> {
+/// The sysctls of connection tracking.
+pub(crate) fn conntrack(settings: &Settings) -> sysctl::Once {
     let Conntrack {
         tcp_established,
         tcp_close_wait,
@@ -136,7 +153,7 @@ fn conntrack(settings: &Settings) -> Vec<sysctl::SysctlError> {
     let processors = sysconf(SysconfVar::_NPROCESSORS_ONLN).ok().flatten();
     let processors = processors.and_then(|n| u32::try_from(n).ok()).unwrap_or(1);
     let seconds = |time: Duration| Some(time.as_secs()).filter(|seconds| *seconds > 0);
-    sysctl::set_conntrack(&sysctl::Conntrack {
+    sysctl::Once::conntrack(&sysctl::Conntrack {
         max: settings.conntrack.max(processors),
         tcp_established_s: seconds(tcp_established),
         tcp_close_wait_s: seconds(tcp_close_wait),

@@ -87,6 +87,8 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         loaded.running(&node_name),
     );
     let status = Arc::new(status);
+    let told = Arc::clone(&status);
+    kernel.report_flows(move |forgotten| told.flows(forgotten));
     let listen = Listen {
         metrics: settings.metrics_bind_address,
         health: settings.healthz_bind_address,
@@ -129,7 +131,8 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     }
     let wake = sender.clone();
     addresses::watch(move |notices| sender.send(Event::Addresses(notices)).is_ok())?;
-    init::at_start(settings);
+    init::adjust_oom_score(settings);
+    init::keep_strict_arp(settings, place.as_ref());
     let timeouts = Timeouts::open(settings.timeouts)?;
     let of_loop = controller::Settings {
         follow_addresses: settings.node_ips.is_empty(),
@@ -137,6 +140,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         sync_period: settings.sync_period,
         strict_arp: settings.strict_arp,
         set_sysctls: sysctl::set,
+        conntrack: init::conntrack(settings),
         timeouts,
         drift: settings.drift,
         drains: place.map(|place| Drains::new(&place.file("drains.json"))),

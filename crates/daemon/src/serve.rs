@@ -30,6 +30,7 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use ipvs_proxy_core::model::Change;
+use ipvs_proxy_dataplane::flows::Forgotten;
 use ipvs_proxy_netlink::Family;
 use prometheus_client::encoding::prometheus_text;
 use tokio::task::AbortHandle;
@@ -183,6 +184,43 @@ impl Status {
                 health.recover("sysctls");
             }
             health.sysctls = (!failed.is_empty()).then(|| (failed.clone(), SystemTime::now()));
+        }
+    }
+
+    /// What there is to say of node ports that the kernel may give to others. Returns whether that is
+    /// another word than before.
+    pub fn node_ports(&self, finding: Option<&str>) -> bool {
+        let mut health = self.health();
+        let before = health
+            .node_ports
+            .as_ref()
+            .map(|(finding, _)| finding.as_str());
+        if before == finding {
+            return false;
+        }
+        if finding.is_none() {
+            health.recover("node-ports");
+        }
+        health.node_ports = finding.map(|finding| (finding.to_owned(), SystemTime::now()));
+        true
+    }
+
+    /// What became of a pass that was to make connection tracking forget UDP flows.
+    pub fn flows(&self, forgotten: &Forgotten) {
+        let mut health = self.health();
+        match forgotten {
+            Ok(flows) => {
+                let flows = u64::try_from(*flows).unwrap_or(u64::MAX);
+                self.metrics.forgotten_flows.inc_by(flows);
+                if health.flows.take().is_some() {
+                    health.recover("udp-flows");
+                }
+            }
+            Err(error) => {
+                self.metrics.forget_failures.inc();
+                let since = health.flows.take().map(|(_, since)| since);
+                health.flows = Some((error.to_string(), since.unwrap_or_else(SystemTime::now)));
+            }
         }
     }
 

@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use ipnet::IpNet;
 use ipvs_proxy_core::model;
@@ -17,7 +17,7 @@ use k8s_openapi::api::core::v1::{Node, Service, ServiceSpec};
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
-use crate::config::parse_duration;
+use crate::config::parse_drain_timeout;
 
 /// A Service with this label belongs to the proxy that the label names.
 const ANNOTATION_DRAIN_TIMEOUT: &str = "ipvs-proxy.io/drain-timeout";
@@ -243,15 +243,19 @@ pub fn parse_time(text: &str) -> Option<SystemTime> {
     Some(time.into())
 }
 
-fn drain_timeout(metadata: &ObjectMeta, refusals: &mut Refusals) -> Option<Duration> {
+fn drain_timeout(metadata: &ObjectMeta, refusals: &mut Refusals) -> Option<model::DrainTimeout> {
     let text = metadata
         .annotations
         .as_ref()?
         .get(ANNOTATION_DRAIN_TIMEOUT)?;
-    let parsed = parse_duration(text);
+    let parsed = parse_drain_timeout(text);
     if parsed.is_none() {
         let field = format!("metadata.annotations[{ANNOTATION_DRAIN_TIMEOUT}]");
-        refusals.text(field, text, "is not a time such as 30s, 1m30s or 0");
+        refusals.text(
+            field,
+            text,
+            "is not a time such as 30s or 1m30s, nor 0 for no limit, nor now",
+        );
     }
     parsed
 }

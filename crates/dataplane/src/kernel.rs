@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ipset_rs::{Change, Entry};
 use ipvs_netlink::{
@@ -16,18 +17,16 @@ use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::rules as core_rules;
 use ipvs_proxy_core::state::{Key, Set, State, Value, is_ours};
 use ipvs_proxy_iptables::{Choice, Ruleset, Tools};
-use ipvs_proxy_netlink::{
-    Error as NetlinkError, Family, KernelError, Socket, Subsystem as NetlinkSubsystem,
-};
+use ipvs_proxy_netlink::{Family, Socket, Subsystem as NetlinkSubsystem};
 
 use crate::capabilities::{self, Capability};
-use crate::conntrack;
 use crate::families;
+use crate::flows::{Flows, Forgotten};
 use crate::growth::{self, GROWING};
 use crate::links::{self, AddressChange, LinkError, Links};
 use crate::modules::{self, Loading};
 use crate::notices::OwnRules;
-use crate::outcomes::{EINVAL, failed, outcome_of_link, outcome_of_server, outcome_of_set, unread};
+use crate::outcomes::{failed, outcome_of_link, outcome_of_server, outcome_of_set, unread};
 use crate::rules::{Differences, Rules, present};
 use crate::worker::{Answer, Job, Worker};
 
@@ -65,7 +64,7 @@ pub struct Kernel {
     ipvs: ipvs_netlink::Client,
     ipset: ipset_rs::Client,
     links: Links,
-    conntrack: Socket,
+    flows: Flows,
     tools: Tools,
     own_rules: OwnRules,
     rules: Hands,
@@ -123,7 +122,7 @@ impl Kernel {
             ipvs,
             ipset,
             links: Links::open()?,
-            conntrack: netfilter()?,
+            flows: Flows::new(|_| ()),
             tools,
             own_rules,
             rules: Hands::Here(Box::new(rules)),
@@ -177,6 +176,18 @@ impl Kernel {
     #[must_use]
     pub fn own_rules(&self) -> OwnRules {
         self.own_rules.clone()
+    }
+
+    /// Has `report` called with what became of each pass over connection tracking's table.
+    pub fn report_flows(&mut self, report: impl Fn(&Forgotten) + Send + 'static) {
+        self.flows = Flows::new(report);
+    }
+
+    /// Waits until the UDP flows are forgotten that were to be; false when they could not be, or not in
+    /// this time.
+    #[must_use]
+    pub fn finish_flows(&self, within: Duration) -> bool {
+        self.flows.finish(within)
     }
 
     /// Checks that the kernel has a scheduler, without a change of the table. The kernel may load
@@ -649,16 +660,8 @@ impl Dataplane for Kernel {
         Ok(others)
     }
 
-    fn forget_flows(&mut self, stale: &StaleFlows) -> Result<usize, ReadError> {
-        conntrack::forget(&mut self.conntrack, stale).map_err(|error| match error {
-            // nfnetlink's answer for a subsystem that it does not have.
-            NetlinkError::Kernel(KernelError { code: EINVAL, .. }) => ReadError(
-                "the kernel does not tell of connection tracking: load the module (modprobe \
-                 nf_conntrack_netlink)"
-                    .to_owned(),
-            ),
-            error => unread(&error),
-        })
+    fn forget_flows(&mut self, stale: &StaleFlows) {
+        self.flows.forget(stale);
     }
 }
 

@@ -156,8 +156,8 @@ impl Links {
         }
     }
 
-    /// The addresses on the link, and those on all other links; of the latter without loopback
-    /// and IPv6 link-local ones, which no other machine can reach.
+    /// The addresses on the link, and those on all other links, of the latter without loopback ones;
+    /// both without IPv6 link-local ones.
     ///
     /// # Errors
     /// The kernel's refusal. A link of our name and another kind is another's.
@@ -169,14 +169,13 @@ impl Links {
         let messages = self.list_addresses().map_err(failed("list addresses"))?;
         let (mut ours, mut others) = (BTreeSet::new(), BTreeSet::new());
         for message in messages {
-            let Some(address) = address_of(&message) else {
+            let Some(address) = address_of(&message).filter(|address| !is_link_local(address))
+            else {
                 continue;
             };
-            let link_local = matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
             if Some(message.header.index) == index {
-                // The kernel gives every link that is up an IPv6 link-local address of its own.
-                ours.extend((!link_local).then_some(address));
-            } else if !address.is_loopback() && !link_local {
+                ours.insert(address);
+            } else if !address.is_loopback() {
                 others.insert(address);
             }
         }
@@ -321,6 +320,11 @@ pub(crate) fn is_named_as_ours(link: &LinkMessage) -> bool {
     link.attributes
         .iter()
         .any(|attribute| matches!(attribute, LinkAttribute::IfName(name) if name == LINK))
+}
+
+/// Whether it is one of the IPv6 addresses that the kernel gives every link that is up.
+pub(crate) fn is_link_local(address: &IpAddr) -> bool {
+    matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local())
 }
 
 pub(crate) fn address_of(message: &AddressMessage) -> Option<IpAddr> {

@@ -61,7 +61,6 @@ const EAGAIN: i32 = 11; // <asm-generic/errno-base.h>
 const ENOMEM: i32 = 12; // <asm-generic/errno-base.h>
 const EBUSY: i32 = 16; // <asm-generic/errno-base.h>
 const ENODEV: i32 = 19; // <asm-generic/errno-base.h>
-pub(crate) const EINVAL: i32 = 22; // <asm-generic/errno-base.h>
 
 fn kind_of_errno(code: i32) -> FailureKind {
     match code {

@@ -11,8 +11,54 @@ struct Needed {
     value: String,
     /// Kernels without it do without.
     optional: bool,
-    /// More is as good.
-    at_least: bool,
+    /// What does as well.
+    or: Or,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Or {
+    Nothing,
+    /// A higher number.
+    More,
+    /// One of these.
+    Of(&'static [&'static str]),
+}
+
+impl Needed {
+    fn is_met_by(&self, present: &str) -> bool {
+        present == self.value
+            || match self.or {
+                Or::Nothing => false,
+                Or::More => {
+                    let numbers = (present.parse::<u64>(), self.value.parse());
+                    matches!(numbers, (Ok(is), Ok(must)) if is >= must)
+                }
+                Or::Of(values) => values.contains(&present),
+            }
+    }
+
+    fn name(&self) -> String {
+        self.path.replace('/', ".")
+    }
+
+    /// Sets it if it differs.
+    fn set(&self, root: &Path) -> Result<(), SysctlError> {
+        let file = root.join(self.path);
+        let present = match fs::read_to_string(&file) {
+            Ok(text) => text.trim().to_owned(),
+            Err(error) if self.optional && error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(_) => String::new(),
+        };
+        if self.is_met_by(&present) {
+            return Ok(());
+        }
+        fs::write(&file, &self.value).map_err(|source| SysctlError {
+            name: self.name(),
+            present,
+            needed: self.value.clone(),
+            source,
+        })
+    }
 }
 
 fn needed(path: &'static str, value: &str) -> Needed {
@@ -20,7 +66,7 @@ fn needed(path: &'static str, value: &str) -> Needed {
         path,
         value: value.to_owned(),
         optional: false,
-        at_least: false,
+        or: Or::Nothing,
     }
 }
 
@@ -44,11 +90,19 @@ fn all(version: (u32, u32), strict_arp: bool) -> Vec<Needed> {
         ..needed("net/ipv4/vs/conn_reuse_mode", value)
     });
     if strict_arp {
-        // Only the link that has an address answers for it, and no VIP is a source of ARP.
-        all.push(needed("net/ipv4/conf/all/arp_ignore", "1"));
-        all.push(needed("net/ipv4/conf/all/arp_announce", "2"));
+        all.extend(of_strict_arp());
     }
     all
+}
+
+/// Only the link that has an address answers for it, and no VIP is a source of ARP.
+fn of_strict_arp() -> [Needed; 2] {
+    let ignore = Needed {
+        // Only senders of the address's network are answered; nobody is.
+        or: Or::Of(&["2", "8"]),
+        ..needed("net/ipv4/conf/all/arp_ignore", "1")
+    };
+    [ignore, needed("net/ipv4/conf/all/arp_announce", "2")]
 }
 
 /// A sysctl that is not as it must be and could not be set.
@@ -76,6 +130,69 @@ pub fn set(strict_arp: bool) -> Vec<SysctlError> {
     set_in(Path::new("/proc/sys"), &all(version(&release), strict_arp))
 }
 
+/// Strict ARP, and what it found: its end puts that back, where nobody changed it since.
+#[derive(Debug)]
+pub struct StrictArp {
+    root: PathBuf,
+    /// What was there before, a line each: `net/ipv4/conf/all/arp_ignore=0`.
+    record: PathBuf,
+}
+
+impl StrictArp {
+    /// By this file, which need not be there.
+    #[must_use]
+    pub fn new(record: &Path) -> StrictArp {
+        StrictArp {
+            root: PathBuf::from("/proc/sys"),
+            record: record.to_owned(),
+        }
+    }
+
+    /// Notes what [`set`] is going to change; or, where strict ARP is not wanted any more, puts back what
+    /// it changed.
+    ///
+    /// # Errors
+    /// When that can't be noted, or put back.
+    pub fn keep(&self, wanted: bool) -> io::Result<()> {
+        match (wanted, fs::read_to_string(&self.record)) {
+            // Noted when it began.
+            (true, Ok(_)) => Ok(()),
+            (true, Err(_)) => self.note(),
+            (false, Ok(before)) => self.put_back(&before),
+            (false, Err(error)) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            (false, Err(error)) => Err(error),
+        }
+    }
+
+    fn note(&self) -> io::Result<()> {
+        let mut before = String::new();
+        for needed in of_strict_arp() {
+            let present = fs::read_to_string(self.root.join(needed.path))?;
+            if !needed.is_met_by(present.trim()) {
+                before += &format!("{}={}\n", needed.path, present.trim());
+            }
+        }
+        match before.is_empty() {
+            true => Ok(()),
+            false => fs::write(&self.record, before),
+        }
+    }
+
+    fn put_back(&self, before: &str) -> io::Result<()> {
+        for needed in of_strict_arp() {
+            let mut lines = before.lines().filter_map(|line| line.split_once('='));
+            let Some((_, value)) = lines.find(|(path, _)| *path == needed.path) else {
+                continue;
+            };
+            let file = self.root.join(needed.path);
+            if fs::read_to_string(&file)?.trim() == needed.value {
+                fs::write(&file, value)?;
+            }
+        }
+        fs::remove_file(&self.record)
+    }
+}
+
 /// The sysctls of connection tracking (`net.netfilter.nf_conntrack_*`). `None` leaves one as it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Conntrack {
@@ -94,11 +211,35 @@ pub struct Conntrack {
     pub udp_stream_s: Option<u64>,
 }
 
-/// Sets the sysctls of connection tracking, those that differ only. The number of connections and of
-/// buckets holds for the whole machine, and can be set in its first network namespace only; the
-/// others are those of the thread's. Each failure is reported and stops no other.
-pub fn set_conntrack(conntrack: &Conntrack) -> Vec<SysctlError> {
-    set_in(Path::new("/proc/sys"), &of_conntrack(conntrack))
+/// Sysctls that are set once: what a person sets later stays.
+#[derive(Debug, Default)]
+pub struct Once {
+    left: Vec<Needed>,
+}
+
+impl Once {
+    /// Those of connection tracking. The number of connections and of buckets holds for the whole
+    /// machine, and can be set in its first network namespace only; the others are those of the
+    /// thread's.
+    #[must_use]
+    pub fn conntrack(conntrack: &Conntrack) -> Once {
+        Once {
+            left: of_conntrack(conntrack),
+        }
+    }
+
+    /// Sets those that were not set before, and that differ. Each failure is reported, stops no other,
+    /// and is tried again with the next call.
+    pub fn set(&mut self) -> Vec<SysctlError> {
+        self.set_in(Path::new("/proc/sys"))
+    }
+
+    fn set_in(&mut self, root: &Path) -> Vec<SysctlError> {
+        let failed = set_in(root, &self.left);
+        self.left
+            .retain(|needed| failed.iter().any(|failure| failure.name == needed.name()));
+        failed
+    }
 }
 
 fn of_conntrack(conntrack: &Conntrack) -> Vec<Needed> {
@@ -108,7 +249,7 @@ fn of_conntrack(conntrack: &Conntrack) -> Vec<Needed> {
         number("net/netfilter/nf_conntrack_max", max),
         number("net/netfilter/nf_conntrack_buckets", max.map(|max| max / 4)).map(|buckets| {
             Needed {
-                at_least: true,
+                or: Or::More,
                 ..buckets
             }
         }),
@@ -134,36 +275,9 @@ fn of_conntrack(conntrack: &Conntrack) -> Vec<Needed> {
 }
 
 fn set_in(root: &Path, all: &[Needed]) -> Vec<SysctlError> {
-    let mut failed = Vec::new();
-    for Needed {
-        path,
-        value,
-        optional,
-        at_least,
-    } in all
-    {
-        let file: PathBuf = root.join(path);
-        let present = match fs::read_to_string(&file) {
-            Ok(text) => text.trim().to_owned(),
-            Err(error) if *optional && error.kind() == io::ErrorKind::NotFound => continue,
-            Err(_) => String::new(),
-        };
-        let enough = *at_least
-            && matches!((present.parse::<u64>(), value.parse()), (Ok(is), Ok(must)) if is >= must);
-        if present != *value
-            && !enough
-            && let Err(source) = fs::write(&file, value)
-        {
-            let name = path.replace('/', ".");
-            failed.push(SysctlError {
-                name,
-                present,
-                needed: value.clone(),
-                source,
-            });
-        }
-    }
-    failed
+    all.iter()
+        .filter_map(|needed| needed.set(root).err())
+        .collect()
 }
 
 /// The first two numbers of a kernel's release; of one that has none, what new kernels have.
@@ -208,11 +322,11 @@ mod tests {
             ..needed("a/folder/absent", "1")
         };
         let more = Needed {
-            at_least: true,
+            or: Or::More,
             ..needed("a/more", "100")
         };
         let less = Needed {
-            at_least: true,
+            or: Or::More,
             ..needed("a/less", "100")
         };
         fs::write(root.join("a/more"), "101\n").unwrap();
@@ -235,6 +349,94 @@ mod tests {
             said.contains("a.folder.absent") && said.contains("sysctl -w"),
             "{said}"
         );
+        fs::remove_dir_all(root).unwrap();
+    }
+
+    /// A folder with the two sysctls of strict ARP.
+    fn arp(name: &str, ignore: &str) -> (PathBuf, StrictArp) {
+        let root = std::env::temp_dir().join(format!("arp-{name}-{}", std::process::id()));
+        fs::create_dir_all(root.join("net/ipv4/conf/all")).unwrap();
+        fs::write(
+            root.join("net/ipv4/conf/all/arp_ignore"),
+            format!("{ignore}\n"),
+        )
+        .unwrap();
+        fs::write(root.join("net/ipv4/conf/all/arp_announce"), "0\n").unwrap();
+        let strict = StrictArp {
+            record: root.join("record"),
+            root: root.clone(),
+        };
+        (root, strict)
+    }
+
+    fn present(root: &Path) -> [String; 2] {
+        ["arp_ignore", "arp_announce"].map(|name| {
+            let text = fs::read_to_string(root.join("net/ipv4/conf/all").join(name));
+            text.unwrap().trim().to_owned()
+        })
+    }
+
+    #[test]
+    fn the_end_of_strict_arp_puts_back_what_was_there() {
+        let (root, strict) = arp("end", "0");
+        strict.keep(false).unwrap();
+        assert_eq!(present(&root), ["0", "0"]);
+        for _ in 0..2 {
+            strict.keep(true).unwrap();
+            assert!(set_in(&root, &of_strict_arp()).is_empty());
+            assert_eq!(present(&root), ["1", "2"]);
+        }
+        strict.keep(false).unwrap();
+        assert_eq!(present(&root), ["0", "0"]);
+        // A second end leaves alone what somebody sets.
+        fs::write(root.join("net/ipv4/conf/all/arp_ignore"), "1").unwrap();
+        strict.keep(false).unwrap();
+        assert_eq!(present(&root), ["1", "0"]);
+        // So does an end after somebody changed it.
+        strict.keep(true).unwrap();
+        assert!(set_in(&root, &of_strict_arp()).is_empty());
+        fs::write(root.join("net/ipv4/conf/all/arp_announce"), "1").unwrap();
+        strict.keep(false).unwrap();
+        assert_eq!(present(&root), ["1", "1"]);
+        fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn what_is_stricter_than_strict_arp_stays() {
+        for stricter in ["2", "8"] {
+            let (root, strict) = arp(&format!("stricter-{stricter}"), stricter);
+            strict.keep(true).unwrap();
+            assert!(set_in(&root, &of_strict_arp()).is_empty());
+            assert_eq!(present(&root), [stricter, "2"]);
+            strict.keep(false).unwrap();
+            assert_eq!(present(&root), [stricter, "0"]);
+            fs::remove_dir_all(root).unwrap();
+        }
+        // With 3 the addresses of the dummy link are still answered for.
+        let (root, _) = arp("other", "3");
+        assert!(set_in(&root, &of_strict_arp()).is_empty());
+        assert_eq!(present(&root), ["1", "2"]);
+        fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn what_is_set_once_is_tried_until_it_is_set_and_left_alone_then() {
+        let root = std::env::temp_dir().join(format!("once-{}", std::process::id()));
+        fs::create_dir_all(root.join("net")).unwrap();
+        let mut once = Once::conntrack(&Conntrack {
+            max: Some(1000),
+            udp_s: Some(10),
+            ..Conntrack::default()
+        });
+        assert_eq!(once.set_in(&root).len(), 3);
+        fs::create_dir_all(root.join("net/netfilter")).unwrap();
+        fs::write(root.join("net/netfilter/nf_conntrack_buckets"), "4096\n").unwrap();
+        assert!(once.set_in(&root).is_empty());
+        let max = root.join("net/netfilter/nf_conntrack_max");
+        assert_eq!(fs::read_to_string(&max).unwrap(), "1000");
+        fs::write(&max, "5").unwrap();
+        assert!(once.set_in(&root).is_empty());
+        assert_eq!(fs::read_to_string(&max).unwrap(), "5");
         fs::remove_dir_all(root).unwrap();
     }
 }

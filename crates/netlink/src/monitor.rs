@@ -7,8 +7,12 @@ use netlink_packet_core::NetlinkBuffer;
 use netlink_sys::SocketAddr;
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, setsockopt, sockopt};
+use nix::sys::time::{TimeVal, TimeValLike};
 
 use crate::{Error, Subsystem};
+
+/// About how many notices are returned at once.
+const MANY: usize = 1024;
 
 /// A notice of the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,23 +54,46 @@ impl Monitor {
         })
     }
 
-    /// Waits for the next notices, at least one. A socket that failed is opened again after a second, which counts
-    /// as [`Notice::Lost`]. It belongs to the calling thread's network namespace then.
+    /// Waits for the next notices, at least one, and returns all that have come. A socket that failed is opened again after
+    /// a second, which counts as [`Notice::Lost`]. It belongs to the calling thread's network namespace then.
     ///
     /// [`Error::Socket`] when that can't be done; the next call tries it again.
     pub fn wait(&mut self) -> Result<Vec<Notice>, Error> {
-        loop {
-            let flags = MsgFlags::empty().bits();
-            match self.socket.recv(&mut self.buffer.as_mut_slice(), flags) {
-                Ok(length) => {
-                    let notices = read(self.buffer.get(..length).unwrap_or_default());
-                    if !notices.is_empty() {
-                        return Ok(notices);
-                    }
-                }
+        self.wait_up_to(None)
+    }
+
+    /// As [`wait`](Self::wait), for so long at most: then there are none.
+    ///
+    /// [`Error::Socket`] when the socket can't be used any more.
+    pub fn wait_for(&mut self, time: Duration) -> Result<Vec<Notice>, Error> {
+        // No time at all would stand for no limit.
+        self.wait_up_to(Some(time.max(Duration::from_millis(1))))
+    }
+
+    fn wait_up_to(&mut self, time: Option<Duration>) -> Result<Vec<Notice>, Error> {
+        let micros = time.unwrap_or_default().as_micros();
+        let limit = TimeVal::microseconds(i64::try_from(micros).unwrap_or(i64::MAX));
+        setsockopt(&self.socket, sockopt::ReceiveTimeout, &limit).map_err(|errno| {
+            Error::Socket {
+                call: "SO_RCVTIMEO",
+                errno: errno as i32,
+            }
+        })?;
+        let mut notices = Vec::new();
+        while notices.len() < MANY {
+            let flags = match notices.is_empty() {
+                true => MsgFlags::empty(),
+                false => MsgFlags::MSG_DONTWAIT,
+            };
+            match self
+                .socket
+                .recv(&mut self.buffer.as_mut_slice(), flags.bits())
+            {
+                Ok(length) => notices.extend(read(self.buffer.get(..length).unwrap_or_default())),
                 Err(error) => match Errno::from_raw(error.raw_os_error().unwrap_or(0)) {
-                    Errno::ENOBUFS => return Ok(vec![Notice::Lost]),
+                    Errno::ENOBUFS => notices.push(Notice::Lost),
                     Errno::EINTR => {}
+                    Errno::EAGAIN if time.is_some() || !notices.is_empty() => break,
                     _ => {
                         thread::sleep(PAUSE);
                         self.socket = listen(self.subsystem, &self.groups)?;
@@ -75,6 +102,7 @@ impl Monitor {
                 },
             }
         }
+        Ok(notices)
     }
 }
 

@@ -246,18 +246,34 @@ impl Socket {
     /// for a socket. [`Error::Interrupted`] when the subsystem says that the table changed
     /// meanwhile (IPVS and ipset never do).
     pub fn dump(&mut self, request: &Request) -> Result<Vec<Vec<u8>>, Error> {
-        self.ask(request, NLM_F_DUMP)
+        self.collect(request, NLM_F_DUMP)
+    }
+
+    /// As [`dump`](Self::dump), one answer at a time, in as much memory as one part of the listing
+    /// needs. The listing counts only if the end is well; it is read to its end in any case.
+    pub fn dump_each(&mut self, request: &Request, take: impl FnMut(&[u8])) -> Result<(), Error> {
+        self.ask(request, NLM_F_DUMP, take)
     }
 
     /// Asks for one thing, not a listing, and returns what is behind the message header of the
     /// answer.
     pub fn query(&mut self, request: &Request) -> Result<Vec<Vec<u8>>, Error> {
-        self.ask(request, NLM_F_ACK)
+        self.collect(request, NLM_F_ACK)
     }
 
-    fn ask(&mut self, request: &Request, flags: u16) -> Result<Vec<Vec<u8>>, Error> {
-        let sequence = self.send(std::slice::from_ref(request), flags)?;
+    fn collect(&mut self, request: &Request, flags: u16) -> Result<Vec<Vec<u8>>, Error> {
         let mut answers = Vec::new();
+        self.ask(request, flags, |answer| answers.push(answer.to_vec()))?;
+        Ok(answers)
+    }
+
+    fn ask(
+        &mut self,
+        request: &Request,
+        flags: u16,
+        mut take: impl FnMut(&[u8]),
+    ) -> Result<(), Error> {
+        let sequence = self.send(std::slice::from_ref(request), flags)?;
         let mut lost = false;
         let mut interrupted = false;
         loop {
@@ -277,14 +293,14 @@ impl Socket {
                 }
                 interrupted |= message.flags & NLM_F_DUMP_INTR != 0;
                 if message.kind != NLMSG_ERROR && message.kind != NLMSG_DONE {
-                    answers.push(message.payload.to_vec());
+                    take(message.payload);
                     continue;
                 }
                 message.outcome()?;
                 return match (lost, interrupted) {
                     (true, _) => Err(Error::Overrun),
                     (_, true) => Err(Error::Interrupted),
-                    _ => Ok(answers),
+                    _ => Ok(()),
                 };
             }
         }
@@ -592,6 +608,9 @@ mod tests {
         let families = socket.dump(&list).unwrap();
         assert!(families.len() > 1);
         assert_eq!(socket.dump(&list).unwrap().len(), families.len());
+        let mut one_by_one = Vec::new();
+        let end = socket.dump_each(&list, |answer| one_by_one.push(answer.to_vec()));
+        assert_eq!((end, one_by_one), (Ok(()), families));
     }
 
     #[test]

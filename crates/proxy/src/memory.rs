@@ -281,8 +281,7 @@ impl Dataplane for MemoryKernel {
         Ok(self.addresses.clone())
     }
 
-    fn forget_flows(&mut self, stale: &StaleFlows) -> Result<usize, ReadError> {
+    fn forget_flows(&mut self, stale: &StaleFlows) {
         self.forgotten.extend(stale.iter().copied());
-        Ok(stale.len())
     }
 }

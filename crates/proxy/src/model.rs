@@ -62,9 +62,21 @@ pub struct Service {
     pub ports: Vec<ServicePort>,
     /// `sessionAffinity: ClientIP`: how long a client stays with its endpoint, in seconds.
     pub affinity_timeout_s: Option<u32>,
-    /// How long its real servers may drain (annotation `ipvs-proxy.io/drain-timeout`); zero for
-    /// no limit, `None` for what the process was told.
-    pub drain_timeout: Option<Duration>,
+    /// How long its real servers may drain (annotation `ipvs-proxy.io/drain-timeout`), `None` for
+    /// what the process was told.
+    pub drain_timeout: Option<DrainTimeout>,
+}
+
+/// How long a real server that is not wanted any more may keep its connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DrainTimeout {
+    /// As long as there are any.
+    #[default]
+    Unlimited,
+    /// So long at most.
+    After(Duration),
+    /// Not at all: it goes at once.
+    Now,
 }
 
 impl Service {

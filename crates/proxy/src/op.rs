@@ -180,12 +180,9 @@ pub trait Dataplane {
     /// If they could not be listed whole.
     fn node_addresses(&mut self) -> Result<BTreeSet<IpAddr>, ReadError>;
 
-    /// Makes the kernel forget UDP flows: those of a virtual server to a real server, or all of
-    /// a virtual server. How many there were.
-    ///
-    /// # Errors
-    /// If they could not be listed whole, or one could not be forgotten.
-    fn forget_flows(&mut self, stale: &StaleFlows) -> Result<usize, ReadError>;
+    /// Makes the kernel forget UDP flows, soon: those of a virtual server to a real server, or all of
+    /// a virtual server. Does not wait for it; what can't be forgotten yet is tried again.
+    fn forget_flows(&mut self, stale: &StaleFlows);
 }
 
 /// A reading of the kernel, on its way or complete.

@@ -2,7 +2,6 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use ipnet::IpNet;
 use ipset_rs::Entry;
@@ -12,7 +11,7 @@ use ipvs_netlink::{
 use ipvs_proxy_netlink::{Family, Protocol};
 
 use crate::endpoints;
-use crate::model::{Node, NodePortAddresses, Service, ServicePort, Slice};
+use crate::model::{DrainTimeout, Node, NodePortAddresses, Service, ServicePort, Slice};
 use crate::rules;
 use crate::state::{Key, Role, Set, State, Value};
 
@@ -38,9 +37,8 @@ pub struct Config {
     pub masquerade_bit: u8,
     /// Where node ports are served.
     pub node_port_addresses: NodePortAddresses,
-    /// How long a real server may drain, for Services that say nothing else; `None` and zero
-    /// stand for no limit.
-    pub drain_timeout: Option<Duration>,
+    /// How long a real server may drain, for Services that say nothing else.
+    pub drain_timeout: DrainTimeout,
     /// Masquerading picks ports at random (iptables 1.6.2 and later can say so).
     pub random_fully: bool,
     /// Virtual servers on addresses of these networks are never removed, nor are their real servers
@@ -60,7 +58,7 @@ impl Default for Config {
             masquerade_all: false,
             masquerade_bit: 14,
             node_port_addresses: NodePortAddresses::default(),
-            drain_timeout: None,
+            drain_timeout: DrainTimeout::Unlimited,
             random_fully: true,
             exclude_cidrs: Vec::new(),
         }

@@ -37,7 +37,7 @@ pub use claims::{Conflict, Takeover};
 pub use drains::{DrainNews, DrainStep};
 
 use claims::{Planned, Record};
-use drains::{Drain, is_udp};
+use drains::{Drains, is_udp};
 use failures::Failures;
 use order::{Phase, phase, quiesces};
 use pending::Pending;
@@ -96,7 +96,7 @@ pub struct Planner {
     real_servers: RealServers,
     pending: Pending,
     failures: Failures,
-    drains: BTreeMap<(VirtualServerKey, RealServerKey), Drain>,
+    drains: Drains,
     /// Deadlines of drains that an earlier process began, until they are found in the kernel.
     remembered: BTreeMap<(VirtualServerKey, RealServerKey), Instant>,
     /// Changes whenever a drain begins or ends.
@@ -144,7 +144,7 @@ impl Planner {
             real_servers: RealServers::default(),
             pending: Pending::default(),
             failures: Failures::default(),
-            drains: BTreeMap::new(),
+            drains: Drains::default(),
             remembered: BTreeMap::new(),
             drain_changes: 0,
             drain_news: Vec::new(),
@@ -444,17 +444,7 @@ impl Planner {
         let retries = self.failures.next_end().into_iter();
         let plans = self.large.iter().filter_map(|name| self.planned.get(name));
         let plans = plans.map(|at| *at + REST);
-        let ends = self
-            .drains
-            .values()
-            .filter(|d| !d.over)
-            .filter_map(|d| d.deadline);
-        let polls = self
-            .drains
-            .values()
-            .filter(|d| !d.over)
-            .map(|d| d.next_poll);
-        retries.chain(plans).chain(polls).chain(ends).min()
+        retries.chain(plans).chain(self.drains.next()).min()
     }
 
     /// The keys whose ops fail, and since when.
@@ -480,6 +470,14 @@ impl Planner {
             }
         }
         state
+    }
+
+    /// The node ports of all Services.
+    #[must_use]
+    pub fn node_ports(&self) -> BTreeSet<u16> {
+        let services = self.cluster.services();
+        let ports = services.flat_map(|(_, service)| &service.ports);
+        ports.filter_map(|port| port.node_port).collect()
     }
 
     /// The rules and sets that are needed whatever the Services are.
@@ -689,15 +687,7 @@ impl Planner {
 
     /// Marks the keys whose pause after a failure is over, and the drains whose deadline is.
     fn wake(&mut self, now: Instant) {
-        let late = self.drains.iter_mut().filter(|(_, drain)| !drain.over);
-        let ended: Vec<Key> = late
-            .filter(|(_, drain)| drain.deadline.is_some_and(|deadline| deadline <= now))
-            .map(|((vs, rs), drain)| {
-                drain.over = true;
-                Key::RealServer(*vs, *rs)
-            })
-            .collect();
-        for key in ended {
+        for key in self.drains.cut(now) {
             self.mark(key, UNCLAIMED);
         }
         for (key, group) in self.failures.woken(now) {

@@ -23,8 +23,6 @@ pub struct Step {
     pub drift: BTreeSet<Key>,
     /// Draining real servers could not be looked at.
     pub unseen: Vec<(VirtualServerKey, ReadError)>,
-    /// Why UDP flows could not be forgotten.
-    pub flows: Option<Result<usize, ReadError>>,
     /// Nothing was given out: there is nothing to do before the next event, the [deadline](Planner::next_deadline), or the
     /// end of what was started.
     pub rests: bool,
@@ -62,7 +60,7 @@ impl Planner {
         step.ops.extend(results);
         let stale = self.take_stale_flows();
         if !stale.is_empty() {
-            step.flows = Some(kernel.forget_flows(&stale));
+            kernel.forget_flows(&stale);
         }
         step
     }

@@ -39,7 +39,7 @@ use std::time::Duration;
 use ipset_rs::Entry;
 use ipvs_netlink::{Persistence, Scheduler};
 use ipvs_proxy_core::memory::faults::Fault;
-use ipvs_proxy_core::model::{Change, Endpoint, Service};
+use ipvs_proxy_core::model::{Change, DrainTimeout, Endpoint, Service};
 use ipvs_proxy_core::op::{Dataplane, FailureKind, Op};
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::planner::Planner;
@@ -370,7 +370,7 @@ fn row_14_readiness_flaps_around_the_deadline_of_a_drain() {
         .flat_map(|at| [(at, false), (at, true)])
     {
         let mut world = World::with(Config {
-            drain_timeout: Some(LIMIT),
+            drain_timeout: DrainTimeout::After(LIMIT),
             ..Config::default()
         });
         world.settled([put("s", http("10.96.0.20")), up.clone()]);

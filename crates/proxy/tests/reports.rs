@@ -30,10 +30,10 @@
 
 mod world;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ipvs_netlink::{Scheduler, VirtualServerKey};
-use ipvs_proxy_core::model::{Change, Endpoint, Service, Slice};
+use ipvs_proxy_core::model::{Change, DrainTimeout, Endpoint, Service, Slice};
 use ipvs_proxy_core::op::Op;
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::planner::DrainStep;
@@ -70,7 +70,7 @@ fn web_vs() -> VirtualServerKey {
 
 fn limited() -> World {
     World::with(Config {
-        drain_timeout: Some(LIMIT),
+        drain_timeout: DrainTimeout::After(LIMIT),
         ..Config::default()
     })
 }
@@ -115,7 +115,10 @@ mod a {
 
     #[test]
     fn a01_weight_zero_of_an_endpoint_that_is_gone_is_adopted_as_a_drain() {
-        for (connections, limit) in [(0, None), (3, Some(LIMIT))] {
+        for (connections, limit, ends) in [
+            (0, DrainTimeout::Unlimited, SECOND * 3),
+            (3, DrainTimeout::After(LIMIT), LIMIT),
+        ] {
             let mut world = World::with(Config {
                 drain_timeout: limit,
                 ..Config::default()
@@ -130,7 +133,7 @@ mod a {
             world.restart();
             assert_eq!(words(&world.settle()), NOTHING);
             assert_eq!(world.draining(), 1);
-            let ops = world.later(limit.unwrap_or(SECOND * 3));
+            let ops = world.later(ends);
             assert_eq!(
                 ops,
                 ["remove real server 10.244.1.5:8080 of 10.96.0.20:80/tcp"]
@@ -313,7 +316,7 @@ mod a {
 
         let mut world = limited();
         let own = Service {
-            drain_timeout: Some(SECOND * 5),
+            drain_timeout: Some(DrainTimeout::After(SECOND * 5)),
             ..http("10.96.0.20")
         };
         world.settled([put("s", own), endpoints(&[ready("10.244.1.5")])]);
@@ -321,6 +324,86 @@ mod a {
         world.settled([endpoints(&[])]);
         assert_eq!(world.later(SECOND * 4), NOTHING);
         assert_eq!(world.later(SECOND).len(), 1);
+    }
+
+    #[test]
+    fn a06_where_there_is_no_drain_a_real_server_goes_at_once() {
+        let remove = ["remove real server 10.244.1.5:8080 of 10.96.0.20:80/tcp"];
+        let own = |drain_timeout| Service {
+            drain_timeout,
+            ..http("10.96.0.20")
+        };
+        let now = || {
+            World::with(Config {
+                drain_timeout: DrainTimeout::Now,
+                ..Config::default()
+            })
+        };
+        for (mut world, of_service) in [
+            (now(), None),
+            (limited(), Some(DrainTimeout::Now)),
+            (World::with(Config::default()), Some(DrainTimeout::Now)),
+        ] {
+            let both = [ready("10.244.1.5"), ready("10.244.2.5")];
+            world.settled([put("s", own(of_service)), endpoints(&both)]);
+            world.connect(web_vs(), "10.244.1.5:8080", 3);
+            assert_eq!(world.ipvs([endpoints(&both[1..])]), remove);
+            assert_eq!(world.draining(), 0);
+            assert_eq!(news(&mut world), []);
+            // One that an earlier process left draining goes as well.
+            let key = Key::RealServer(web_vs(), rs("10.244.1.5:8080"));
+            world.kernel.state.insert(key, Value::RealServer(0));
+            world.restart();
+            assert_eq!(words(&world.settle()), remove);
+            world.at_rest();
+        }
+        // The Service's own word goes before.
+        let mut world = now();
+        world.settled([
+            put("s", own(Some(DrainTimeout::Unlimited))),
+            endpoints(&[ready("10.244.1.5")]),
+        ]);
+        world.connect(web_vs(), "10.244.1.5:8080", 3);
+        world.settled([endpoints(&[])]);
+        assert_eq!(world.draining(), 1);
+        // A drain that goes on is over when the Service comes to want none, with the next change of it.
+        world.settled([put("s", own(Some(DrainTimeout::Now)))]);
+        world.settled([endpoints(&[ready("10.244.1.5")])]);
+        assert_eq!(world.ipvs([endpoints(&[])]), remove);
+    }
+
+    /// What each pass of the loop asks and does beside so many drains with a deadline.
+    fn passes_beside(drains: u16) -> Duration {
+        let mut world = limited();
+        let many: Vec<Endpoint> = (0..drains)
+            .map(|n| ready(&format!("10.245.{}.{}", n / 250, n % 250 + 1)))
+            .collect();
+        world.settled([
+            put("many", http("10.96.0.21")),
+            put("s", http("10.96.0.20")),
+            endpoints(&[ready("10.244.1.5")]),
+            put_slice("many-1", http_slice("many", &many)),
+        ]);
+        for n in 0..drains {
+            let address = format!("10.245.{}.{}:8080", n / 250, n % 250 + 1);
+            world.connect(vs("10.96.0.21:80", TCP), &address, 1);
+        }
+        world.settled([put_slice("many-1", http_slice("many", &[]))]);
+        assert_eq!(world.planner.draining(), usize::from(drains));
+        let began = Instant::now();
+        for _ in 0..1000 {
+            assert!(world.planner.drains_due(world.now).is_empty());
+            assert!(world.planner.next(world.now).is_empty());
+            assert!(world.planner.next_deadline().is_some());
+            world.planner.look_later(web_vs(), world.now);
+        }
+        began.elapsed()
+    }
+
+    #[test]
+    fn a06_a_pass_costs_the_same_beside_many_drains() {
+        let (few, many) = (passes_beside(10), passes_beside(6000));
+        assert!(many < few * 20, "{few:?} beside 10, {many:?} beside 6000");
     }
 
     #[test]

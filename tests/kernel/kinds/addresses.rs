@@ -226,3 +226,16 @@ fn node_ports_keep_to_the_chosen_networks() {
     });
     assert!(is_absent(&scene, elsewhere));
 }
+
+/// As with kube-proxy: MASQUERADE takes the link's address in the network of the next hop, not the route's.
+#[test]
+fn masquerading_takes_the_address_of_the_link_whatever_the_route_says() {
+    let scene = Scene::web(2, &[0], "", &[]);
+    let node = scene.topology.node();
+    node.tool("ip address add 10.0.9.1/24 dev cbr0");
+    node.tool("ip route replace 10.0.0.0/24 dev cbr0 src 10.0.9.1");
+    let route = node.tool("ip route get 10.0.0.2");
+    assert!(route.contains("src 10.0.9.1"), "{route}");
+    let answer = scene.topology.outside().enter(|| http_get(vips()[0]));
+    assert_eq!(answer.unwrap().peer.ip(), BRIDGE[0]);
+}

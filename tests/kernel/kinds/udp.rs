@@ -13,8 +13,8 @@ use tests::traffic::Client;
 
 use super::{Scene, vips};
 
-/// How long a client may be without an answer.
-const GAP: Duration = Duration::from_secs(1);
+/// How long a client may be without an answer: connection tracking is looked at once a second.
+const GAP: Duration = Duration::from_secs(2);
 /// How soon the kernel must follow a manifest.
 const AT_ONCE: Duration = Duration::from_secs(2);
 
@@ -139,7 +139,6 @@ fn a_client_that_never_stops_goes_on_with_another_endpoint() {
         assert_eq!(still, of_pod0, "pod0 answers on: {seen:?}");
     });
     let log = scene.daemon.as_ref().unwrap().log();
-    // IPVS may have forgotten all of them by itself, a moment after their real server went.
     assert!(!log.contains("UDP flows may go on"), "{log}");
     for talk in silent {
         // The first datagram may still meet what IPVS remembers.
@@ -194,7 +193,4 @@ fn a_client_that_asked_all_along_is_answered_by_the_first_endpoint() {
             });
         }
     });
-    // Those that came before were never IPVS's, which forgets only its own.
-    let log = scene.daemon.as_ref().unwrap().log();
-    assert!(log.contains("forgot UDP flows"), "{log}");
 }

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::process::Command;
 use std::sync::mpsc::channel;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use ipset_rs::{Change, Entry, SetName, SetSpec, SetType};
 use ipvs_netlink::{
@@ -325,5 +326,64 @@ fn f03_unread_notices_of_addresses_are_told_as_lost() {
                 .flatten()
                 .any(|notice| notice == AddressNotice::Node)
         );
+    });
+}
+
+/// Links of pods come and go all the time, and a router says again and again how long an address is good for.
+#[test]
+fn addresses_are_news_when_the_node_gets_or_loses_one() {
+    netns::run(|| {
+        let here = Namespace::current();
+        let (told, notices) = channel();
+        addresses::watch(move |notices| told.send(notices).is_ok()).unwrap();
+        let quiet = Duration::from_millis(500);
+        for number in 0..20 {
+            here.tool(&format!(
+                "ip link add pod{number} type veth peer name peer{number}"
+            ));
+            here.tool(&format!("ip link set pod{number} up"));
+            here.tool(&format!("ip link set peer{number} up"));
+        }
+        here.tool("ip link set lo up");
+        assert!(notices.recv_timeout(quiet).is_err());
+        let links = here.tool("ip -6 addr show");
+        assert!(links.matches("fe80::").count() >= 20, "{links}");
+
+        for address in ["172.17.0.1/32", "fd00:17::1/128"] {
+            let life = |seconds| {
+                here.tool(&format!(
+                    "ip addr replace {address} dev pod0 valid_lft {seconds} preferred_lft {seconds}"
+                ));
+            };
+            life(1000);
+            assert_eq!(
+                notices.recv_timeout(PATIENCE),
+                Ok(vec![AddressNotice::Node])
+            );
+            life(2000);
+            assert!(notices.recv_timeout(quiet).is_err(), "{address}");
+            here.tool(&format!("ip addr del {address} dev pod0"));
+            assert_eq!(
+                notices.recv_timeout(PATIENCE),
+                Ok(vec![AddressNotice::Node])
+            );
+        }
+
+        let batch: String = (0..2000_u16)
+            .map(|n| format!("addr add 172.18.{}.{}/32 dev pod0\n", n >> 8, n & 255))
+            .collect();
+        let began = Instant::now();
+        here.tool_with_input("ip -batch -", &batch);
+        let tenths = began.elapsed().as_millis() / 100;
+        let mut listings = 0;
+        while notices.recv_timeout(quiet).is_ok() {
+            listings += 1;
+        }
+        assert!(
+            listings > 0 && listings <= tenths + 3,
+            "{listings} in {tenths}"
+        );
+        here.tool("ip link del pod0");
+        assert!(notices.recv_timeout(PATIENCE).is_ok());
     });
 }

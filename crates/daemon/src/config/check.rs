@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use ipvs_netlink::{Scheduler, Timeouts};
-use ipvs_proxy_core::model::NodePortAddresses;
+use ipvs_proxy_core::model::{DrainTimeout, NodePortAddresses};
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_netlink::Family;
 use serde_json::Value;
 
 use super::file::{Configuration, tree_of};
-use super::{Conntrack, Objects, Settings, format_duration, parse_duration};
+use super::{Conntrack, Objects, Settings, format_duration, parse_drain_timeout, parse_duration};
 use crate::cli::{Drift, LogFormat, Run};
 use crate::translate::parse_address;
 
@@ -261,6 +261,18 @@ impl Check {
         }
     }
 
+    fn drain_timeout(&mut self, flags: &Run) -> DrainTimeout {
+        let Some(text) = &flags.shape.drain_timeout else {
+            return DrainTimeout::Unlimited;
+        };
+        parse_drain_timeout(text).unwrap_or_else(|| {
+            let allowed =
+                "must be a time such as 30s or 1h0m0s and not below 0, 0 for no limit, or now";
+            self.refuse("--drain-timeout", &format!("{text:?} {allowed}"));
+            DrainTimeout::Unlimited
+        })
+    }
+
     fn times(&mut self, c: &mut Configuration) -> Times {
         let before = self.problems.len();
         let config_sync = self.time("configSyncPeriod", &mut c.config_sync_period.0);
@@ -406,7 +418,7 @@ impl Check {
             }),
         };
         let bit = self.range("iptables.masqueradeBit", c.iptables.masquerade_bit, 0, 31);
-        let mut drain_timeout = flags.shape.drain_timeout.clone().unwrap_or("0s".to_owned());
+        let drain_timeout = self.drain_timeout(flags);
         let bind_address = parse_address(c.bind_address.trim());
         if bind_address.is_none() {
             self.refuse(
@@ -430,7 +442,7 @@ impl Check {
                 bind_address: bind_address.filter(|address| !address.is_unspecified()),
                 ..self.node_port_addresses(&c.node_port_addresses)
             },
-            drain_timeout: Some(self.time("--drain-timeout", &mut drain_timeout)),
+            drain_timeout,
             exclude_cidrs: self.networks(
                 "ipvs.excludeCIDRs",
                 c.ipvs.exclude_cidrs.iter().map(String::as_str),

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use ipvs_proxy_core::model::DrainTimeout;
+
 /// Nanoseconds in each unit; `ms` before `m`, which it begins with.
 const UNITS: [(&str, u128); 8] = [
     ("ns", 1),
@@ -36,6 +38,29 @@ pub fn parse_duration(text: &str) -> Option<Duration> {
     }
     let total = u64::try_from(total).ok().filter(|_| total <= LONGEST_NS)?;
     (!text.is_empty()).then(|| Duration::from_nanos(total))
+}
+
+/// Reads how long real servers may drain: a time, `0` for no limit, `now` for not at all.
+#[must_use]
+pub fn parse_drain_timeout(text: &str) -> Option<DrainTimeout> {
+    if text == "now" {
+        return Some(DrainTimeout::Now);
+    }
+    let time = parse_duration(text)?;
+    Some(match time.is_zero() {
+        true => DrainTimeout::Unlimited,
+        false => DrainTimeout::After(time),
+    })
+}
+
+/// Writes it as it is read.
+#[must_use]
+pub fn format_drain_timeout(timeout: DrainTimeout) -> String {
+    match timeout {
+        DrainTimeout::Unlimited => format_duration(Duration::ZERO),
+        DrainTimeout::After(time) => format_duration(time),
+        DrainTimeout::Now => "now".to_owned(),
+    }
 }
 
 fn nanoseconds(number: &str, unit: u128) -> Option<u128> {
@@ -84,6 +109,23 @@ pub fn format_duration(time: Duration) -> String {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn how_long_a_drain_may_last() {
+        use DrainTimeout::{After, Now, Unlimited};
+        for (text, timeout, written) in [
+            ("0", Unlimited, "0s"),
+            ("0s", Unlimited, "0s"),
+            ("90s", After(Duration::from_secs(90)), "1m30s"),
+            ("now", Now, "now"),
+        ] {
+            assert_eq!(parse_drain_timeout(text), Some(timeout), "{text}");
+            assert_eq!(format_drain_timeout(timeout), written);
+        }
+        for text in ["", "none", "Now", "-1s", "1"] {
+            assert_eq!(parse_drain_timeout(text), None, "{text:?}");
+        }
+    }
 
     #[test]
     fn as_go_reads_and_writes_them() {

@@ -70,13 +70,7 @@ fn nothing_given_is_the_defaults() {
         settings.metrics_bind_address,
         "127.0.0.1:10249".parse().ok()
     );
-    assert_eq!(
-        settings.config,
-        Config {
-            drain_timeout: Some(Duration::ZERO),
-            ..Config::default()
-        }
-    );
+    assert_eq!(settings.config, Config::default());
     assert_eq!(
         (settings.oom_score_adj, settings.log_level()),
         (-999, tracing::Level::INFO)

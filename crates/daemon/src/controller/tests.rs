@@ -44,6 +44,7 @@ impl World {
             sync_period: SYNC,
             strict_arp: false,
             set_sysctls: |_| Vec::new(),
+            conntrack: sysctl::Once::default(),
             timeouts: Timeouts::open(timeouts).unwrap(),
             drift: Drift::Repair,
             drains: None,

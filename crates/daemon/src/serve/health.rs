@@ -86,6 +86,10 @@ pub struct Health {
     pub unread: Option<(Moment, String)>,
     /// The sysctls that can't be set, and when that was found.
     pub sysctls: Option<(BTreeSet<String>, SystemTime)>,
+    /// Node ports that the kernel may give to others, and since when.
+    pub node_ports: Option<(String, SystemTime)>,
+    /// Why UDP flows can't be forgotten that lead to where nobody is, and since when.
+    pub flows: Option<(String, SystemTime)>,
     /// Why load balancers should send the node nothing new, and since when.
     pub ineligible: Option<(&'static str, SystemTime)>,
     /// Where pods are to be told by the Node's podCIDRs: whether these are known, and since when they are
@@ -126,6 +130,8 @@ impl Health {
             failing: None,
             unread: None,
             sysctls: None,
+            node_ports: None,
+            flows: None,
             ineligible: None,
             pod_cidrs: None,
             api: BTreeMap::new(),
@@ -230,6 +236,8 @@ impl Health {
             .clone()
             .map(|(all, since)| (all.into_iter().collect::<Vec<_>>().join("; "), since));
         add("sysctls", &[], sysctls, started);
+        add("node-ports", &[], self.node_ports.clone(), started);
+        add("udp-flows", &[], self.flows.clone(), started);
         if let Some((why, since)) = &self.config {
             add("config", &[], Some((why.clone(), *since)), *since);
         }

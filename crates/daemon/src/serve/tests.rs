@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ipvs_proxy_core::model::{Change, Node};
+use ipvs_proxy_dataplane::conntrack::ForgetError;
 use ipvs_proxy_netlink::Family;
 use serde_json::{Value, json};
 
@@ -120,6 +121,26 @@ fn codes_by_state() {
     );
     assert!(server.verbose().contains("[~]kernel-read failed since "));
     assert!(server.verbose().contains("[~]sysctls failed since "));
+    assert!(server.verbose().contains("[+]node-ports ok since "));
+    assert!(status.node_ports(Some("taken")));
+    assert!(!status.node_ports(Some("taken")));
+    assert!(server.verbose().contains("[~]node-ports failed since "));
+    assert_eq!(server.codes(), [200, 200, 200], "node ports may be taken");
+    assert!(status.node_ports(None));
+    assert!(server.verbose().contains("[+]node-ports ok since "));
+    assert!(server.verbose().contains("[+]udp-flows ok since "));
+    status.flows(&Ok(3));
+    status.flows(&Err(ForgetError::NoModule));
+    let no_module = "[~]udp-flows failed since ";
+    assert!(server.verbose().contains(no_module));
+    assert!(server.verbose().contains("modprobe nf_conntrack_netlink"));
+    assert_eq!(
+        server.codes(),
+        [200, 200, 200],
+        "UDP flows can't be forgotten"
+    );
+    status.flows(&Ok(4));
+    assert!(server.verbose().contains("[+]udp-flows ok since "));
     assert!(!server.verbose().contains("pod-cidrs"));
     status.pod_cidrs(false);
     assert_eq!(server.codes(), [200, 200, 200], "no podCIDRs yet");
@@ -151,6 +172,8 @@ fn codes_by_state() {
         "{metrics}"
     );
     assert!(counted("ipvs_proxy_failed_sysctls 1"), "{metrics}");
+    assert!(counted("ipvs_proxy_forgotten_udp_flows_total 7"));
+    assert!(counted("ipvs_proxy_forget_udp_flows_failures_total 1"));
 }
 
 #[test]

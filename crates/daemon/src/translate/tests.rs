@@ -91,7 +91,9 @@ fn addresses_from_outside() {
     assert_eq!(texts(&object.load_balancer_ips), ["1.2.3.4", "1.2.3.5"]);
     assert_eq!(
         object.drain_timeout,
-        Some(std::time::Duration::from_secs(90))
+        Some(ipvs_proxy_core::model::DrainTimeout::After(
+            std::time::Duration::from_secs(90)
+        ))
     );
     let refusals: Vec<String> = translated
         .refusals
@@ -111,7 +113,7 @@ fn addresses_from_outside() {
 
 #[test]
 fn times_are_read_as_go_prints_them() {
-    let ms = |text| super::parse_duration(text).map(|time| time.as_millis());
+    let ms = |text| crate::config::parse_duration(text).map(|time| time.as_millis());
     assert_eq!(ms("0"), Some(0));
     assert_eq!(ms("0s"), Some(0));
     assert_eq!(ms("1h2m3s"), Some(3_723_000));

@@ -8,7 +8,7 @@ use ipvs_netlink::{RealServerKey, Scheduler, VirtualServer, VirtualServerKey};
 use ipvs_proxy_netlink::Protocol;
 
 use super::{POLL, Planner, UNCLAIMED, virtual_servers};
-use crate::model::ObjectName;
+use crate::model::{DrainTimeout, ObjectName};
 use crate::op::StaleFlows;
 use crate::state::{Key, Value, served_by, serving_entry};
 
@@ -41,15 +41,99 @@ pub struct DrainNews {
 }
 
 #[derive(Debug)]
-pub(super) struct Drain {
+struct Drain {
     service: Option<ObjectName>,
     /// Its connections when they were looked at last.
     connections: u64,
-    pub(super) next_poll: Instant,
+    next_poll: Instant,
     /// When it is removed whatever connections it has.
-    pub(super) deadline: Option<Instant>,
+    deadline: Option<Instant>,
     /// Its last connection is gone, or its deadline is over: it may be removed.
-    pub(super) over: bool,
+    over: bool,
+}
+
+impl Drain {
+    /// When there is something to do for it, if it goes on.
+    fn due(&self) -> Option<Instant> {
+        let due = self
+            .deadline
+            .map_or(self.next_poll, |deadline| deadline.min(self.next_poll));
+        (!self.over).then_some(due)
+    }
+
+    fn is_late(&self, now: Instant) -> bool {
+        self.deadline.is_some_and(|deadline| deadline <= now)
+    }
+}
+
+type DrainKey = (VirtualServerKey, RealServerKey);
+
+/// The real servers that drain, also by when there is something to do.
+#[derive(Debug, Default)]
+pub(super) struct Drains {
+    all: BTreeMap<DrainKey, Drain>,
+    due: BTreeSet<(Instant, DrainKey)>,
+}
+
+impl Drains {
+    pub(super) fn keys(&self) -> impl Iterator<Item = &DrainKey> {
+        self.all.keys()
+    }
+
+    /// When there is something to do next.
+    pub(super) fn next(&self) -> Option<Instant> {
+        self.due.first().map(|(at, _)| *at)
+    }
+
+    fn due(&self, now: Instant) -> impl Iterator<Item = (&DrainKey, &Drain)> {
+        let due = self.due.iter().take_while(move |(at, _)| *at <= now);
+        due.filter_map(|(_, key)| Some((key, self.all.get(key)?)))
+    }
+
+    /// Ends those whose deadline is over; which these are.
+    pub(super) fn cut(&mut self, now: Instant) -> Vec<Key> {
+        let late: Vec<DrainKey> = self
+            .due(now)
+            .filter(|(_, drain)| drain.is_late(now))
+            .map(|(key, _)| *key)
+            .collect();
+        for key in &late {
+            self.change(key, |drain| drain.over = true);
+        }
+        late.into_iter()
+            .map(|(vs, rs)| Key::RealServer(vs, rs))
+            .collect()
+    }
+
+    fn of(&self, server: VirtualServerKey) -> Vec<DrainKey> {
+        let lowest = RealServerKey {
+            address: IpAddr::from([0, 0, 0, 0]),
+            port: 0,
+        };
+        let ours = self.all.range((server, lowest)..).map(|(key, _)| *key);
+        ours.take_while(|(vs, _)| *vs == server).collect()
+    }
+
+    fn insert(&mut self, key: DrainKey, drain: Drain) {
+        self.remove(&key);
+        self.due.extend(drain.due().map(|at| (at, key)));
+        self.all.insert(key, drain);
+    }
+
+    fn remove(&mut self, key: &DrainKey) -> Option<Drain> {
+        let drain = self.all.remove(key)?;
+        if let Some(at) = drain.due() {
+            self.due.remove(&(at, *key));
+        }
+        Some(drain)
+    }
+
+    fn change(&mut self, key: &DrainKey, change: impl FnOnce(&mut Drain)) {
+        if let Some(mut drain) = self.remove(key) {
+            change(&mut drain);
+            self.insert(*key, drain);
+        }
+    }
 }
 
 pub(super) fn is_udp(key: &VirtualServerKey) -> bool {
@@ -78,11 +162,14 @@ impl Planner {
     /// every few seconds, and at their deadline.
     #[must_use]
     pub fn drains_due(&self, now: Instant) -> BTreeSet<VirtualServerKey> {
-        let due = self.drains.iter().filter(|(_, drain)| {
-            let late = drain.deadline.is_some_and(|deadline| deadline <= now);
-            !drain.over && (drain.next_poll <= now || late)
-        });
+        let due = self.drains.due(now);
         due.map(|((server, _), _)| *server).collect()
+    }
+
+    /// How many drains go on.
+    #[must_use]
+    pub fn draining(&self) -> usize {
+        self.drains.all.len()
     }
 
     /// The drains that go on, with their deadlines; and a number that changes whenever one begins
@@ -95,6 +182,7 @@ impl Planner {
     ) {
         let drains = self
             .drains
+            .all
             .iter()
             .map(|((vs, rs), drain)| (*vs, *rs, drain.deadline));
         (self.drain_changes, drains)
@@ -129,27 +217,18 @@ impl Planner {
         connections: &BTreeMap<RealServerKey, u64>,
         now: Instant,
     ) {
-        let lowest = RealServerKey {
-            address: IpAddr::from([0, 0, 0, 0]),
-            port: 0,
-        };
-        let ours = self
-            .drains
-            .range_mut((of, lowest)..)
-            .take_while(|((vs, _), _)| *vs == of);
-        let mut finished = Vec::new();
-        for ((vs, rs), drain) in ours {
-            drain.next_poll = now + POLL;
-            drain.connections = connections.get(rs).copied().unwrap_or(0);
-            if drain.connections > 0 {
-                continue;
-            }
-            drain.over = connections.contains_key(rs);
-            finished.push((Key::RealServer(*vs, *rs), drain.over));
-        }
-        for (key, there) in finished {
-            if !there {
-                self.set_applied(key, None);
+        for (vs, rs) in self.drains.of(of) {
+            let there = connections.get(&rs).copied();
+            self.drains.change(&(vs, rs), |drain| {
+                drain.next_poll = now + POLL;
+                drain.connections = there.unwrap_or(0);
+                drain.over = there.is_some_and(|there| there == 0 || drain.over);
+            });
+            let key = Key::RealServer(vs, rs);
+            match there {
+                None => self.set_applied(key, None),
+                Some(0) => {}
+                Some(_) => continue,
             }
             self.mark(key, UNCLAIMED);
         }
@@ -157,13 +236,15 @@ impl Planner {
 
     /// Puts off the look at the connections of a virtual server's draining real servers.
     pub fn look_later(&mut self, server: VirtualServerKey, now: Instant) {
-        let ours = self.drains.iter_mut().filter(|((vs, _), _)| *vs == server);
-        ours.for_each(|(_, drain)| drain.next_poll = now + POLL);
+        for key in self.drains.of(server) {
+            self.drains
+                .change(&key, |drain| drain.next_poll = now + POLL);
+        }
     }
 
     /// The draining form of a real server that nobody claims: weight 0, all else as it is. `None`
-    /// when it has not to drain: it is not there, its virtual server goes, it is UDP, it has no
-    /// connection left, or the scheduler is `dh`, which has one real server for all clients of a
+    /// when it has not to drain: it is not there, its virtual server goes, it is UDP, its Service wants
+    /// none, it has no connection left, or the scheduler is `dh`, which has one real server for all clients of a
     /// VIP and would refuse them all.
     pub(super) fn drains_to(&self, key: &Key) -> Option<Value> {
         let Key::RealServer(vs, rs) = key else {
@@ -171,7 +252,12 @@ impl Planner {
         };
         let applied = self.applied(key)?;
         if matches!(self.claimed(&Key::VirtualServer(*vs))?, Value::VirtualServer(server) if !drains(server))
-            || self.drains.get(&(*vs, *rs)).is_some_and(|drain| drain.over)
+            || self
+                .drains
+                .all
+                .get(&(*vs, *rs))
+                .is_some_and(|drain| drain.over)
+            || self.drain_timeout(vs) == DrainTimeout::Now
         {
             return None;
         }
@@ -181,21 +267,15 @@ impl Planner {
     }
 
     pub(super) fn begin_drain(&mut self, vs: VirtualServerKey, rs: RealServerKey, now: Instant) {
-        if self.drains.contains_key(&(vs, rs)) {
+        if self.drains.all.contains_key(&(vs, rs)) {
             return;
         }
         let service = self.owner(&Key::VirtualServer(vs)).cloned();
-        let limit = service
-            .as_ref()
-            .and_then(|name| self.cluster.get(name))
-            .and_then(|s| s.drain_timeout)
-            .or(self.config.drain_timeout);
-        let deadline = match self.remembered.remove(&(vs, rs)) {
-            Some(remembered) => Some(remembered),
-            None => limit
-                .filter(|limit| !limit.is_zero())
-                .map(|limit| now + limit),
+        let limit = match self.drain_timeout(&vs) {
+            DrainTimeout::After(limit) => now.checked_add(limit),
+            DrainTimeout::Unlimited | DrainTimeout::Now => None,
         };
+        let deadline = self.remembered.remove(&(vs, rs)).or(limit);
         let drain = Drain {
             service,
             connections: 0,
@@ -206,6 +286,13 @@ impl Planner {
         self.tell(vs, rs, &drain, DrainStep::Began(deadline));
         self.drains.insert((vs, rs), drain);
         self.drain_changes += 1;
+    }
+
+    /// How long real servers of a virtual server may drain.
+    fn drain_timeout(&self, vs: &VirtualServerKey) -> DrainTimeout {
+        self.owner(&Key::VirtualServer(*vs))
+            .and_then(|name| self.cluster.get(name)?.drain_timeout)
+            .unwrap_or(self.config.drain_timeout)
     }
 
     /// Forgets a drain, if there is one: the real server is wanted again (`returned`), or it is

@@ -37,6 +37,8 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 use nix::unistd::{Pid, geteuid, mkdtemp};
 
 const KERNEL: &str = "/usr/bin/linux.uml";
+/// See guest/xstate.c.
+const XSTATE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/xstate.so"));
 const ALL_MODULES: &str = "/usr/lib/uml/modules";
 const SECONDS: u64 = 60;
 const MEMORY: &str = "256M";
@@ -313,8 +315,11 @@ fn uml(options: &Options, out: &Path) -> Result<Command> {
     if words.iter().any(|word| word.as_bytes().contains(&b' ')) {
         bail!("no blanks in the paths of the temporary and target directories, please: {words:?}");
     }
+    let preload = out.join("xstate.so");
+    fs::write(&preload, XSTATE)?;
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "TERM"]);
+    command.env("LD_PRELOAD", &preload);
     if options.tty {
         let line = words.join(OsStr::new(" "));
         command

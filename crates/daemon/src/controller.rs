@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use ipvs_proxy_core::model::Change;
-use ipvs_proxy_core::op::{Dataplane, Op, Outcome, ReadError, Reading};
+use ipvs_proxy_core::op::{Dataplane, Outcome, ReadError, Reading};
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_core::state::{Key, State};
 use ipvs_proxy_dataplane::addresses::AddressNotice;
@@ -28,8 +28,9 @@ use crate::drains::Drains;
 use crate::events::{Finding, Reason};
 use crate::findings::{self, NO_POD_CIDRS};
 use crate::hurry::Hurry;
-use crate::manifests::{Problem, Source};
+use crate::manifests::Source;
 use crate::metrics::families_of;
+use crate::report::{Reports, Topic, say};
 use crate::serve::Status;
 
 /// What wakes the loop.
@@ -75,8 +76,6 @@ const READ_AGAIN: Duration = Duration::from_secs(1);
 /// How long the first rules wait for the Node whose podCIDRs they are to name, so that a restart does not
 /// write them twice.
 const NODE_WAIT: Duration = Duration::from_secs(30);
-/// How long an op fails until there is an Event.
-const FAILS_LONG: Duration = Duration::from_secs(60);
 
 /// What the loop is told besides objects.
 #[derive(Debug)]
@@ -143,6 +142,8 @@ pub struct Controller<D> {
     sysctls: BTreeSet<String>,
     /// The number of the drains as the file has them.
     drains_written: u64,
+    /// What the log says of objects.
+    reports: Reports,
 }
 
 impl<D: Dataplane> Controller<D> {
@@ -173,6 +174,7 @@ impl<D: Dataplane> Controller<D> {
             reported: BTreeSet::new(),
             sysctls: BTreeSet::new(),
             drains_written: 0,
+            reports: Reports::new(settings.status.metrics.lines.clone(), now),
             objects,
             settings,
         }
@@ -202,6 +204,9 @@ impl<D: Dataplane> Controller<D> {
         self.rescan();
         loop {
             self.work();
+            for finding in self.reports.flush(Instant::now()) {
+                self.settings.find(|| finding);
+            }
             self.keep_drains();
             let wait = self.wait(Instant::now());
             self.settings.status.waits();
@@ -226,6 +231,7 @@ impl<D: Dataplane> Controller<D> {
             return Duration::ZERO;
         }
         let deadlines = self.planner.next_deadline().into_iter().chain(self.read_at);
+        let deadlines = deadlines.chain(self.reports.next_at());
         // No audit begins before the kernel was read.
         let audit = self.hurry.at().into_iter().chain([self.audit_at]);
         let next = deadlines
@@ -240,13 +246,7 @@ impl<D: Dataplane> Controller<D> {
         };
         let (changes, problems) = source.rescan();
         self.settings.status.manifests(source.faults());
-        for problem in problems {
-            match problem {
-                Problem::BadFile { .. } | Problem::Unreachable { .. } => error!("{problem}"),
-                Problem::Refused { .. } | Problem::Twice { .. } => warn!("{problem}"),
-                Problem::Mended { .. } => info!("{problem}"),
-            }
-        }
+        self.reports.problems(&changes, problems, Instant::now());
         self.settings.status.queued(&changes, Vec::new(), true);
         self.apply(changes);
         self.read_to_prune();
@@ -313,13 +313,12 @@ impl<D: Dataplane> Controller<D> {
     }
 
     fn note_news(&mut self, news: News) {
-        for refusal in news.refusals {
-            warn!("{refusal}");
-            self.settings.find(|| Finding::from(&refusal));
-        }
+        let refusals = news.refusals.into_iter().map(|refusal| (None, refusal));
+        self.reports
+            .refused(&news.changes, refusals, Instant::now());
         if let Some((kind, objects)) = news.unread {
             let resource = kind.resource();
-            if objects.is_empty() {
+            if objects.is_none() {
                 info!(resource, "all objects can be read again");
             }
             self.settings.status.unread(kind, objects);
@@ -430,14 +429,11 @@ impl<D: Dataplane> Controller<D> {
                 break;
             }
             self.look_at_drains(now);
-            for conflict in self.planner.take_conflicts() {
-                warn!("{conflict}");
-                self.settings.status.metrics.conflicts.inc();
-                self.settings.find(|| Finding::from(&conflict));
-            }
-            for takeover in self.planner.take_takeovers() {
-                info!("{takeover}");
-            }
+            let conflicts = self.planner.take_conflicts();
+            let number = u64::try_from(conflicts.len()).unwrap_or(u64::MAX);
+            self.settings.status.metrics.conflicts.inc_by(number);
+            self.reports.conflicts(conflicts, now);
+            self.reports.takeovers(self.planner.take_takeovers(), now);
             let ops = self.planner.next(now);
             if ops.is_empty() {
                 self.note_rest();
@@ -447,28 +443,29 @@ impl<D: Dataplane> Controller<D> {
             for (op, outcome) in ops.iter().zip(&outcomes) {
                 self.settings.status.metrics.op(op, outcome);
                 families.extend(families_of(op));
-                let service = self.planner.owner(&op.key()).map(ToString::to_string);
                 match outcome {
-                    Outcome::Done => {
-                        done += 1;
-                        debug!(service, op = %op, "applied");
-                    }
-                    Outcome::Failed(failure) => {
-                        refused += 1;
-                        warn!(service, op = %op, error = %failure, "failed; will be tried again");
-                    }
+                    Outcome::Done => done += 1,
+                    Outcome::Failed(_) => refused += 1,
                 }
+                debug!(%op, ?outcome, "given to the kernel");
             }
-            self.find_failing(&ops, &outcomes, now);
+            let failed = ops
+                .iter()
+                .zip(&outcomes)
+                .filter_map(|(op, outcome)| match outcome {
+                    Outcome::Done => None,
+                    Outcome::Failed(failure) => Some((self.planner.owner(&op.key()), op, failure)),
+                });
+            self.reports.failed(failed, now);
             self.planner.commit(ops.into_iter().zip(outcomes), now);
             self.forget_flows();
         }
-        findings::tell_drains(&self.planner.take_drain_news(), Instant::now());
+        let drains = self.planner.take_drain_news();
+        findings::tell_drains(&drains, &mut self.reports, Instant::now());
         if done + refused > 0 {
             let took = started.elapsed();
             self.settings.status.metrics.worked(&families, took);
-            let took_ms = took.as_millis();
-            info!(ops = done, failed = refused, took_ms, "applied");
+            self.reports.applied(done, refused, took, Instant::now());
         }
         let stopped = self.settings.stop.load(Ordering::Relaxed);
         if self.adopted && !stopped && !std::mem::replace(&mut self.in_force, true) {
@@ -484,7 +481,10 @@ impl<D: Dataplane> Controller<D> {
     }
 
     /// Notes that there is nothing left to do now, and what fails.
-    fn note_rest(&self) {
+    fn note_rest(&mut self) {
+        let failing = self.planner.failing();
+        let services = failing.map(|(key, _)| self.planner.owner(key));
+        self.reports.still_fail(services, Instant::now());
         let failing = || self.planner.failing();
         let base = failing().filter(|(key, _)| self.planner.base().contains_key(key));
         let base = base.map(|(_, since)| since).min();
@@ -492,25 +492,6 @@ impl<D: Dataplane> Controller<D> {
         status.rests(failing().map(|(_, since)| since), base);
         if base.is_none() && self.objects.is_complete() {
             status.ready();
-        }
-    }
-
-    /// What fails for long becomes an Event.
-    fn find_failing(&self, ops: &[Op], outcomes: &[Outcome], now: Instant) {
-        if self.settings.findings.is_none() {
-            return;
-        }
-        for (op, outcome) in ops.iter().zip(outcomes) {
-            let Outcome::Failed(failure) = outcome else {
-                continue;
-            };
-            let key = op.key();
-            let since = self.planner.failing_since(&key);
-            if since.is_some_and(|since| now.saturating_duration_since(since) >= FAILS_LONG) {
-                let service = self.planner.owner(&key);
-                self.settings
-                    .find(|| Finding::failed(service, op.to_string(), &failure.text));
-            }
         }
     }
 
@@ -522,7 +503,12 @@ impl<D: Dataplane> Controller<D> {
         match self.kernel.forget_flows(&stale) {
             Ok(0) => {}
             Ok(flows) => info!(flows, "forgot UDP flows that lead elsewhere now"),
-            Err(error) => warn!(%error, "UDP flows may go on to where they went"),
+            Err(error) => {
+                let say = self
+                    .reports
+                    .about(Topic::Drain, "", &error.0, Instant::now());
+                say!(say, warn, %error, "UDP flows may go on to where they went");
+            }
         }
     }
 
@@ -642,7 +628,8 @@ impl<D: Dataplane> Controller<D> {
             match self.kernel.connections(server) {
                 Ok(connections) => self.planner.observe(server, &connections, now),
                 Err(error) => {
-                    warn!(%server, %error, "connections could not be read");
+                    let say = self.reports.about(Topic::Drain, "", &error.0, now);
+                    say!(say, warn, %server, %error, "connections could not be read");
                     self.planner.look_later(server, now);
                 }
             }

@@ -141,7 +141,8 @@ impl From<&Conflict> for Finding {
             object: Object::Service(conflict.loser.clone()),
             reason: Reason::AddressConflict,
             note: conflict.to_string(),
-            cause: conflict.key.to_string(),
+            // A Service may claim a thousand of them.
+            cause: conflict.winner.to_string(),
         }
     }
 }

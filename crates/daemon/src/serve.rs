@@ -38,6 +38,7 @@ use tracing::{error, info};
 use crate::api::{Kind, NodeFacts};
 use crate::metrics::Metrics;
 
+pub(crate) use health::unusable;
 pub use health::{Followed, Health, Moment, Question};
 
 /// How often an address is tried that can't be listened on.
@@ -211,9 +212,9 @@ impl Status {
         health.config = why.map(|why| (why, since.unwrap_or_else(SystemTime::now)));
     }
 
-    /// The objects of a kind whose last version can't be read, a line each.
-    pub fn unread(&self, kind: Kind, objects: Vec<String>) {
-        let unread = (!objects.is_empty()).then(|| (objects, SystemTime::now()));
+    /// The objects of a kind whose last version can't be read, in a line; `None` for none.
+    pub fn unread(&self, kind: Kind, objects: Option<String>) {
+        let unread = objects.map(|objects| (objects, SystemTime::now()));
         let mut health = self.health();
         health.api.entry(kind).or_default().unread = unread;
         health.recover(health::check_of(kind));
@@ -223,7 +224,8 @@ impl Status {
     pub fn manifests(&self, faults: Vec<String>) {
         let health = &mut self.health().manifests;
         let since = health.take().map(|(_, since)| since);
-        *health = (!faults.is_empty()).then(|| (faults, since.unwrap_or_else(SystemTime::now)));
+        let faults = health::unusable(faults.iter());
+        *health = faults.map(|faults| (faults, since.unwrap_or_else(SystemTime::now)));
     }
 
     /// A kind was listed.

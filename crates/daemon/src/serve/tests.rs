@@ -195,11 +195,11 @@ fn an_outage_of_the_api_server_is_shown_and_decides_nothing() {
     let recovered = status.health().recovered["api-services"];
     assert!(recovered > since.wall, "when it was well again");
     let objects = ["a: x", "b: y", "c", "d"].map(str::to_owned);
-    status.unread(Kind::Services, objects.to_vec());
+    status.unread(Kind::Services, super::unusable(objects.iter()));
     let unread = ": 4 can't be read: a: x; b: y; c\n";
     assert!(server.verbose().contains(unread) && up("services"));
     assert_eq!(server.codes(), [200, 200, 200]);
-    status.unread(Kind::Services, Vec::new());
+    status.unread(Kind::Services, None);
     assert!(server.verbose().contains("[+]api-services ok since "));
 }
 

@@ -1,14 +1,15 @@
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ipvs_proxy_core::model::{Change, Node};
 use ipvs_proxy_netlink::Family;
 use serde_json::{Value, json};
 
-use super::{CONNECTIONS, Listen, Moment, Status, health_router, metrics_router, start};
+use super::{CONNECTIONS_OF_ONE, Listen, Moment, Status, health_router, metrics_router, start};
 use crate::api::{Kind, NodeFacts};
 
 const PERIOD: Duration = Duration::from_secs(30);
@@ -22,11 +23,15 @@ struct Server {
 
 impl Server {
     fn new(api: bool) -> Server {
+        Server::on("127.0.0.1", api)
+    }
+
+    fn on(address: &str, api: bool) -> Server {
         let config = json!({"scheduler": "lc"});
         let status = Arc::new(Status::new(&Family::ALL, PERIOD, api, config));
         let routers = [metrics_router, health_router].map(|router| router(Arc::clone(&status)));
         let [metrics, health] = routers.map(|router| {
-            let listener = super::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+            let listener = super::bind(format!("{address}:0").parse().unwrap()).unwrap();
             let address = listener.local_addr().unwrap();
             std::thread::spawn(move || {
                 let runtime = tokio::runtime::Builder::new_current_thread()
@@ -151,6 +156,18 @@ fn codes_by_state() {
         "{metrics}"
     );
     assert!(counted("ipvs_proxy_failed_sysctls 1"), "{metrics}");
+}
+
+#[test]
+fn changes_that_wait_for_long_take_no_more_and_more_room() {
+    let status = Status::new(&Family::ALL, PERIOD, true, Value::Null);
+    let now = std::time::SystemTime::now();
+    for _ in 0..1000 {
+        status.queued(&[], vec![(Family::V4, now); 100], true);
+    }
+    assert_eq!(status.triggers().len(), super::TRIGGERS);
+    status.rests(std::iter::empty(), None);
+    assert_eq!(status.triggers().len(), 0);
 }
 
 #[test]
@@ -335,6 +352,79 @@ fn silent_clients_keep_nobody_out() {
             let read = stream.read(&mut [0; 1]);
             matches!(read, Err(error) if error.kind() == std::io::ErrorKind::WouldBlock)
         });
-        assert!(open.count() <= CONNECTIONS);
+        assert!(open.count() <= CONNECTIONS_OF_ONE);
+    }
+}
+
+/// Connects from addresses 127.0.1.1 to 127.0.1.`sources` without a pause, and leaves at once or, each other time, stays
+/// silent for a while, until it is told to stop.
+fn flood(
+    to: SocketAddr,
+    sources: u8,
+    stop: Arc<AtomicBool>,
+) -> std::thread::JoinHandle<(usize, usize)> {
+    let connect = move |number: usize| {
+        let socket = tokio::net::TcpSocket::new_v4()?;
+        socket.set_reuseaddr(true)?;
+        let last = u8::try_from(number % usize::from(sources)).unwrap() + 1;
+        socket.bind(SocketAddr::from(([127, 0, 1, last], 0)))?;
+        Ok::<_, std::io::Error>(socket.connect(to))
+    };
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build();
+        runtime.unwrap().block_on(async {
+            let (mut silent, mut connected, mut failed) = (VecDeque::new(), 0, 0);
+            for number in 0_usize.. {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                let stream = match connect(number) {
+                    Ok(connect) => connect.await,
+                    Err(error) => Err(error),
+                };
+                match stream {
+                    Ok(stream) if number % 2 == 0 => silent.push_back(stream),
+                    Ok(_) => {}
+                    Err(_) => failed += 1,
+                }
+                connected += 1;
+                if silent.len() > 300 {
+                    silent.pop_front();
+                }
+            }
+            (connected - failed, failed)
+        })
+    })
+}
+
+#[test]
+fn a_flood_of_connections_pushes_no_probe_out() {
+    // Connections to 127.0.0.5 come from 127.0.0.1: to this server, from another machine.
+    for (address, sources) in [("127.0.0.1", 1), ("127.0.0.5", 1), ("127.0.0.5", 200)] {
+        let server = Server::on(address, false);
+        let stop = Arc::new(AtomicBool::new(false));
+        let floods = [(); 3].map(|()| flood(server.health, sources, Arc::clone(&stop)));
+        let mut slowest = Duration::ZERO;
+        for number in 0..50 {
+            let asked = Instant::now();
+            assert_eq!(
+                get(server.health, "/livez").0,
+                200,
+                "{address}, {sources}: {number}"
+            );
+            slowest = slowest.max(asked.elapsed());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        stop.store(true, Ordering::Relaxed);
+        let counted = floods.map(|flood| flood.join().unwrap());
+        // Far less than a second where nothing else needs the processor.
+        assert!(
+            slowest < Duration::from_secs(5),
+            "{address}, {sources}: {slowest:?}"
+        );
+        let connected: usize = counted.iter().map(|(connected, _)| connected).sum();
+        assert!(connected > 300, "that is no flood: {counted:?}");
     }
 }

@@ -59,8 +59,9 @@ pub struct News {
     pub changes: Vec<Change>,
     /// What of them can't be used.
     pub refusals: Vec<Refusal>,
-    /// All objects of a kind whose last version can't be read now, a line each, when these changed.
-    pub unread: Option<(Kind, Vec<String>)>,
+    /// The objects of a kind whose last version can't be read now, their number and a few of them, when
+    /// these changed; `None` in it for none.
+    pub unread: Option<(Kind, Option<String>)>,
     /// All objects of this kind are known now.
     pub listed: Option<Kind>,
     /// When the changes of endpoints happened (annotation

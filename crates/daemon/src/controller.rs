@@ -32,8 +32,9 @@ use crate::events::{Finding, Reason};
 use crate::findings::{self, NO_POD_CIDRS};
 use crate::glances::Glances;
 use crate::hurry::Hurry;
-use crate::manifests::{Problem, Source};
+use crate::manifests::Source;
 use crate::metrics::families_of;
+use crate::report::{Reports, Topic, say};
 use crate::serve::Status;
 
 /// What wakes the loop.
@@ -81,8 +82,6 @@ const READ_AGAIN: Duration = Duration::from_secs(1);
 /// How long the first rules wait for the Node whose podCIDRs they are to name, so that a restart does not
 /// write them twice.
 const NODE_WAIT: Duration = Duration::from_secs(30);
-/// How long an op fails until there is an Event.
-const FAILS_LONG: Duration = Duration::from_secs(60);
 /// The most events that are taken in between two turns.
 const NEWS: usize = 64;
 /// While there is always more to do, each turn of so many is the audit's.
@@ -176,6 +175,8 @@ pub struct Controller<D, C> {
     reported: BTreeSet<findings::Finding>,
     /// The sysctls that are not as they must be and can't be set, as told.
     sysctls: BTreeSet<String>,
+    /// What the log says of objects.
+    reports: Reports,
 }
 
 /// An audit on its way.
@@ -231,6 +232,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             hurry: Hurry::default(),
             reported: BTreeSet::new(),
             sysctls: BTreeSet::new(),
+            reports: Reports::new(settings.status.metrics.lines.clone(), now),
             objects,
             settings,
         }
@@ -310,6 +312,9 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
     /// Works for a bounded time; whether there is more to do at once.
     fn turn(&mut self) -> bool {
         let more = self.work();
+        for finding in self.reports.flush(self.now()) {
+            self.settings.find(|| finding);
+        }
         self.keep_drains();
         self.turns = self.turns.wrapping_add(1);
         if !more || self.turns.is_multiple_of(AUDIT_SHARE) {
@@ -329,6 +334,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         let audits = audits
             .chain(self.hurry.at())
             .chain(self.planner.next_deadline())
+            .chain(self.reports.next_at())
             .chain(self.settings.drains.as_ref().and_then(Drains::due));
         let next = audits.filter(|_| working && self.read_at.is_none());
         let next = next.chain(self.read_at).min();
@@ -341,13 +347,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         };
         let (changes, problems) = source.rescan();
         self.settings.status.manifests(source.faults());
-        for problem in problems {
-            match problem {
-                Problem::BadFile { .. } | Problem::Unreachable { .. } => error!("{problem}"),
-                Problem::Refused { .. } | Problem::Twice { .. } => warn!("{problem}"),
-                Problem::Mended { .. } => info!("{problem}"),
-            }
-        }
+        self.reports.problems(&changes, problems, self.now());
         self.settings.status.queued(&changes, Vec::new(), true);
         self.apply(changes);
         self.read_to_prune();
@@ -414,13 +414,11 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
     }
 
     fn note_news(&mut self, news: News) {
-        for refusal in news.refusals {
-            warn!("{refusal}");
-            self.settings.find(|| Finding::from(&refusal));
-        }
+        let refusals = news.refusals.into_iter().map(|refusal| (None, refusal));
+        self.reports.refused(&news.changes, refusals, self.now());
         if let Some((kind, objects)) = news.unread {
             let resource = kind.resource();
-            if objects.is_empty() {
+            if objects.is_none() {
                 info!(resource, "all objects can be read again");
             }
             self.settings.status.unread(kind, objects);
@@ -521,20 +519,19 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             return false;
         }
         let step = self.planner.step(&mut self.kernel, &self.clock);
-        for conflict in self.planner.take_conflicts() {
-            warn!("{conflict}");
-            self.settings.status.metrics.conflicts.inc();
-            self.settings.find(|| Finding::from(&conflict));
-        }
-        for takeover in self.planner.take_takeovers() {
-            info!("{takeover}");
-        }
+        let conflicts = self.planner.take_conflicts();
+        let number = u64::try_from(conflicts.len()).unwrap_or(u64::MAX);
+        self.settings.status.metrics.conflicts.inc_by(number);
+        self.reports.conflicts(conflicts, now);
+        self.reports.takeovers(self.planner.take_takeovers(), now);
         for (server, error) in &step.unseen {
-            warn!(%server, %error, "connections could not be read");
+            let say = self.reports.about(Topic::Drain, "", &error.0, now);
+            say!(say, warn, %server, %error, "connections could not be read");
         }
         self.note_ops(&step.ops, now);
         self.note_rules(&step);
-        findings::tell_drains(&self.planner.take_drain_news(), self.now());
+        let drains = self.planner.take_drain_news();
+        findings::tell_drains(&drains, &mut self.reports, now);
         if step.rests {
             self.note_rest();
         }
@@ -553,24 +550,23 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
     }
 
     fn note_ops(&mut self, ops: &[(Op, Outcome)], started: Instant) {
+        let now = self.now();
         for (op, outcome) in ops {
             self.applied.since.get_or_insert(started);
             self.settings.status.metrics.op(op, outcome);
             self.applied.families.extend(families_of(op));
-            let service = self.planner.owner(&op.key()).map(ToString::to_string);
             match outcome {
-                Outcome::Done => {
-                    self.applied.done += 1;
-                    debug!(service, op = %op, "applied");
-                }
+                Outcome::Done => self.applied.done += 1,
                 Outcome::Started => {}
-                Outcome::Failed(failure) => {
-                    self.applied.failed += 1;
-                    warn!(service, op = %op, error = %failure, "failed; will be tried again");
-                }
+                Outcome::Failed(_) => self.applied.failed += 1,
             }
+            debug!(%op, ?outcome, "given to the kernel");
         }
-        self.find_failing(ops);
+        let failed = ops.iter().filter_map(|(op, outcome)| match outcome {
+            Outcome::Done | Outcome::Started => None,
+            Outcome::Failed(failure) => Some((self.planner.owner(&op.key()), op, failure)),
+        });
+        self.reports.failed(failed, now);
     }
 
     /// Tells of what was applied since the last time.
@@ -579,13 +575,9 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         if let (Some(since), true) = (applied.since, applied.done + applied.failed > 0) {
             let took = self.now().saturating_duration_since(since);
             self.settings.status.metrics.worked(&applied.families, took);
-            let took_ms = took.as_millis();
-            info!(
-                ops = applied.done,
-                failed = applied.failed,
-                took_ms,
-                "applied"
-            );
+            let now = self.now();
+            self.reports
+                .applied(applied.done, applied.failed, took, now);
         }
     }
 
@@ -676,7 +668,10 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
     }
 
     /// Notes that there is nothing left to do now, and what fails.
-    fn note_rest(&self) {
+    fn note_rest(&mut self) {
+        let failing = self.planner.failing();
+        let services = failing.map(|(key, _)| self.planner.owner(key));
+        self.reports.still_fail(services, self.now());
         let failing = || self.planner.failing();
         let base = failing().filter(|(key, _)| self.planner.base().contains_key(key));
         let base = base.map(|(_, since)| since).min();
@@ -684,26 +679,6 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         status.rests(failing().map(|(_, since)| since), base);
         if base.is_none() && self.objects.is_complete() {
             status.ready();
-        }
-    }
-
-    /// What fails for long becomes an Event.
-    fn find_failing(&self, ops: &[(Op, Outcome)]) {
-        if self.settings.findings.is_none() {
-            return;
-        }
-        let now = self.now();
-        for (op, outcome) in ops {
-            let Outcome::Failed(failure) = outcome else {
-                continue;
-            };
-            let key = op.key();
-            let since = self.planner.failing_since(&key);
-            if since.is_some_and(|since| now.saturating_duration_since(since) >= FAILS_LONG) {
-                let service = self.planner.owner(&key);
-                self.settings
-                    .find(|| Finding::failed(service, op.to_string(), &failure.text));
-            }
         }
     }
 

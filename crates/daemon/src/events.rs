@@ -15,7 +15,6 @@ mod write;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
 use std::time::{Duration, Instant};
 
 use ipvs_proxy_core::model::ObjectName;
@@ -100,6 +99,16 @@ pub enum Object {
     EndpointSlice(ObjectName),
 }
 
+impl fmt::Display for Object {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Object::Node => f.write_str("Node"),
+            Object::Service(name) => write!(f, "Service {name}"),
+            Object::EndpointSlice(name) => write!(f, "EndpointSlice {name}"),
+        }
+    }
+}
+
 /// Something that a person should know.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
@@ -144,7 +153,8 @@ impl From<&Conflict> for Finding {
             object: Object::Service(conflict.loser.clone()),
             reason: Reason::AddressConflict,
             note: conflict.to_string(),
-            cause: conflict.key.to_string(),
+            // A Service may claim a thousand of them.
+            cause: conflict.winner.to_string(),
         }
     }
 }
@@ -213,7 +223,11 @@ impl Reporter {
     /// Takes a finding; `since_1970` is the time on the wall clock. Whether it will be reported.
     pub fn note(&mut self, mut finding: Finding, now: Instant, since_1970: Duration) -> bool {
         let hour = since_1970.as_secs() / HOUR.as_secs();
-        let cause = hash(&(&finding.object, finding.reason, &finding.cause));
+        let cause = hash(&[
+            &finding.object.to_string(),
+            &finding.reason.to_string(),
+            &finding.cause,
+        ]);
         if self.known.get(&cause) == Some(&hour) {
             return false;
         }
@@ -224,13 +238,14 @@ impl Reporter {
             return false;
         }
         self.known.insert(cause, hour);
-        let own = hash(&(&self.node, cause, hour));
+        let [of_cause, of_hour] = [cause, hour].map(|number| number.to_string());
+        let own = hash(&[&self.node, &of_cause, &of_hour]);
         let everywhere = finding.reason.is_everywhere();
         if everywhere && !is_chosen(own, self.nodes) {
             return false;
         }
         let id = if everywhere {
-            hash(&(cause, hour))
+            hash(&[&of_cause, &of_hour])
         } else {
             own
         };
@@ -279,9 +294,16 @@ impl Reporter {
     }
 }
 
-/// A number that is the same on every node.
-fn hash(value: &impl std::hash::Hash) -> u64 {
-    BuildHasherDefault::<DefaultHasher>::default().hash_one(value)
+/// A number that is the same on every node, whatever built this program: FNV-1a, its bits mixed as at the end of MurmurHash3.
+fn hash(parts: &[&str]) -> u64 {
+    let bytes = parts.iter().flat_map(|part| part.bytes().chain([0xff]));
+    let mut hash = bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    for factor in [0xff51_afd7_ed55_8ccd, 0xc4ce_b9fe_1a85_ec53] {
+        hash = (hash ^ (hash >> 33)).wrapping_mul(factor);
+    }
+    hash ^ (hash >> 33)
 }
 
 /// From 0 to 1, by the upper half of a hash.

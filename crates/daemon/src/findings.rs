@@ -7,10 +7,9 @@ use std::time::Instant;
 use ipvs_proxy_core::op::Dataplane;
 use ipvs_proxy_core::planner::{DrainNews, DrainStep, Planner};
 use ipvs_proxy_core::state::{Key, State, Value};
-use tracing::{debug, info, warn};
+use tracing::{debug, warn};
 
-/// The most things of one kind that are told one by one at a time.
-const FEW: usize = 10;
+use crate::report::{FEW, Reports, Topic, say};
 
 /// While pods are to be told by the Node's networks, and there are none.
 pub const NO_POD_CIDRS: &str = "detectLocalMode NodeCIDR: there is no Node of this name with spec.podCIDRs; \
@@ -97,60 +96,30 @@ pub fn tell(findings: &BTreeSet<Finding>, told: &BTreeSet<Finding>, planner: &Pl
     }
 }
 
-/// Tells of drains: where there are many, of a few and their sum.
-pub fn tell_drains(news: &[DrainNews], now: Instant) {
-    for (n, news) in news.iter().enumerate() {
+/// Tells of drains.
+pub fn tell_drains(news: &[DrainNews], reports: &mut Reports, now: Instant) {
+    for news in news {
+        let say = reports.line(Topic::Drain, now);
         let service = news.service.as_ref().map(ToString::to_string);
         let (server, real_server) = (news.virtual_server, news.real_server);
-        let step = word(news.step);
         match news.step {
-            _ if n >= FEW => debug!(service, %server, %real_server, step, "drain"),
             DrainStep::Began(deadline) => {
                 let ends_in_ms = deadline.map(|at| at.saturating_duration_since(now).as_millis());
-                info!(service, %server, %real_server, ends_in_ms, "drain began");
+                say!(say, info, service, %server, %real_server, ends_in_ms, "drain began");
             }
             DrainStep::Emptied => {
-                info!(service, %server, %real_server, "drain ended: no connection is left");
+                say!(say, info, service, %server, %real_server, "drain ended: no connection is left");
             }
             DrainStep::Cut(connections) => {
-                warn!(service, %server, %real_server, connections, "drain was cut at its deadline");
+                say!(say, warn, service, %server, %real_server, connections, "drain was cut at its deadline");
             }
             DrainStep::Returned => {
-                info!(service, %server, %real_server, "drain ended: the endpoint is back");
+                say!(say, info, service, %server, %real_server, "drain ended: the endpoint is back");
             }
             DrainStep::Gone => {
-                info!(service, %server, %real_server, "drain ended: the real server is gone");
+                say!(say, info, service, %server, %real_server, "drain ended: the real server is gone");
             }
         }
-    }
-    if news.len() > FEW {
-        let kinds = sum(news.iter().map(|news| word(news.step)));
-        let cut = news.iter().map(|news| match news.step {
-            DrainStep::Cut(connections) => connections,
-            _ => 0,
-        });
-        let connections: u64 = cut.sum();
-        if connections > 0 {
-            warn!(
-                drains = news.len(),
-                told = FEW,
-                %kinds,
-                connections,
-                "drains"
-            );
-        } else {
-            info!(drains = news.len(), told = FEW, %kinds, "drains");
-        }
-    }
-}
-
-fn word(step: DrainStep) -> &'static str {
-    match step {
-        DrainStep::Began(_) => "began",
-        DrainStep::Emptied => "emptied",
-        DrainStep::Cut(_) => "cut",
-        DrainStep::Returned => "returned",
-        DrainStep::Gone => "gone",
     }
 }
 

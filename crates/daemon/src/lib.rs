@@ -6,6 +6,7 @@
 //! - [`init`]: what needs more privilege than the rest
 //! - [`drains`]: the deadlines of drains, kept over a restart
 //! - [`findings`]: what the log says of drift and of drains
+//! - [`report`]: what the log says of objects, and how much of it
 //! - [`place`]: the folder under /run
 //! - [`cleanup`]: removes all that is ours
 //! - [`plan`]: the dry run
@@ -43,6 +44,7 @@ pub mod manifests;
 pub mod metrics;
 pub mod place;
 pub mod plan;
+pub mod report;
 pub mod run;
 pub mod serve;
 pub mod translate;

@@ -109,6 +109,7 @@ pub struct Metrics {
     pub(crate) api_up: Gauges<1>,
     pub(crate) api_failing: Labelled<Labels<1>, Float>,
     pub(crate) events: Counters<1>,
+    pub(crate) lines: Counters<2>,
     pub(crate) requests: Requests,
     /// How many real servers each virtual server has in the kernel: it takes them with it.
     held: Mutex<BTreeMap<VirtualServerKey, u32>>,
@@ -351,6 +352,12 @@ impl Metrics {
                 r,
                 "events",
                 "Events for the API server, by what became of them",
+                Counters::default(),
+            ),
+            lines: add(
+                r,
+                "log_lines",
+                "What there was to log about objects: told, known before, or left out for its number",
                 Counters::default(),
             ),
             requests,

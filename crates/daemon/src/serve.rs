@@ -5,15 +5,16 @@
 //! | metrics, 127.0.0.1:10249 | `/metrics`, `/healthz` (ok), `/proxyMode`, `/configz` |
 //! | health, 0.0.0.0:10256 | `/healthz`, `/livez`, `/readyz`, each with `?verbose` |
 //!
-//! A thread of its own answers, from what the loop notes in [`Status`] and, of how full the sets are, from
+//! A thread of its own for each answers, from what the loop notes in [`Status`] and, of how full the sets are, from
 //! the kernel: an answer never waits for the loop, nor the loop for an answer.
 //!
-//! Whoever connects is served as HTTP/1. Clients that say nothing hold no more than [`CONNECTIONS`], for
-//! [`HEADER_TIMEOUT`] at most, and keep nobody out: when there are more, the oldest one is closed.
+//! Whoever connects is served as HTTP/1. Clients hold no more than [`CONNECTIONS`], and keep nobody out: who
+//! has the most of them loses one first, one that asks nothing, and the node itself loses none to others.
 
+mod accept;
 mod health;
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -25,29 +26,26 @@ use axum::http::StatusCode;
 use axum::http::header::{CONTENT_TYPE, HeaderName, X_CONTENT_TYPE_OPTIONS};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use axum::serve::Listener;
-use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_dataplane::flows::Forgotten;
 use ipvs_proxy_netlink::Family;
 use prometheus_client::encoding::prometheus_text;
-use tokio::task::AbortHandle;
 use tracing::{error, info};
 
 use crate::api::{Kind, NodeFacts};
 use crate::metrics::Metrics;
 
+use accept::accept;
+pub use accept::{CONNECTIONS, CONNECTIONS_OF_ONE, HEADER_TIMEOUT};
+pub(crate) use health::unusable;
 pub use health::{Followed, Health, Moment, Question};
 
 /// How often an address is tried that can't be listened on.
 const AGAIN: Duration = Duration::from_secs(5);
 
-/// The most connections that are open on an address.
-pub const CONNECTIONS: usize = 64;
-/// How long a client may take for the header of a request, and be silent between two.
-pub const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The most changes of endpoints whose time until they are in the kernel is measured at once: the first ones, which
+/// wait the longest.
+const TRIGGERS: usize = 10_000;
 
 /// What the loop notes, and what is told of it.
 #[derive(Debug)]
@@ -104,7 +102,10 @@ impl Status {
         changes
             .iter()
             .for_each(|change| self.metrics.queued(change));
-        self.triggers().extend(triggers);
+        let mut waiting = self.triggers();
+        let room = TRIGGERS.saturating_sub(waiting.len());
+        waiting.extend(triggers.into_iter().take(room));
+        drop(waiting);
         if complete && !changes.is_empty() {
             self.health().queued.get_or_insert_with(Moment::now);
         }
@@ -249,9 +250,9 @@ impl Status {
         health.config = why.map(|why| (why, since.unwrap_or_else(SystemTime::now)));
     }
 
-    /// The objects of a kind whose last version can't be read, a line each.
-    pub fn unread(&self, kind: Kind, objects: Vec<String>) {
-        let unread = (!objects.is_empty()).then(|| (objects, SystemTime::now()));
+    /// The objects of a kind whose last version can't be read, in a line; `None` for none.
+    pub fn unread(&self, kind: Kind, objects: Option<String>) {
+        let unread = objects.map(|objects| (objects, SystemTime::now()));
         let mut health = self.health();
         health.api.entry(kind).or_default().unread = unread;
         health.recover(health::check_of(kind));
@@ -261,7 +262,8 @@ impl Status {
     pub fn manifests(&self, faults: Vec<String>) {
         let health = &mut self.health().manifests;
         let since = health.take().map(|(_, since)| since);
-        *health = (!faults.is_empty()).then(|| (faults, since.unwrap_or_else(SystemTime::now)));
+        let faults = health::unusable(faults.iter());
+        *health = faults.map(|faults| (faults, since.unwrap_or_else(SystemTime::now)));
     }
 
     /// A kind was listed.
@@ -325,7 +327,7 @@ pub struct Listen {
     pub hard_fail: bool,
 }
 
-/// Starts to answer, on a thread of its own.
+/// Starts to answer, each on a thread of its own: what metrics cost is nothing to probes.
 ///
 /// # Errors
 /// If an address can't be listened on and that is to be an error.
@@ -338,7 +340,6 @@ pub fn start(status: &Arc<Status>, listen: Listen) -> Result<()> {
         ),
         (listen.health, "health", health_router(Arc::clone(status))),
     ];
-    let mut servers = Vec::new();
     for (address, what, router) in wanted {
         let Some(address) = address else { continue };
         let listener = match bind(address) {
@@ -351,24 +352,22 @@ pub fn start(status: &Arc<Status>, listen: Listen) -> Result<()> {
                 None
             }
         };
-        servers.push(serve(address, what, listener, router));
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .context("no runtime for HTTP")?;
+        std::thread::Builder::new()
+            .name(format!("http-{what}"))
+            .spawn(move || runtime.block_on(serve(address, what, listener, router)))?;
     }
-    if servers.is_empty() {
-        return Ok(());
-    }
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("no runtime for HTTP")?;
-    std::thread::Builder::new()
-        .name("http".to_owned())
-        .spawn(move || runtime.block_on(futures::future::join_all(servers)))?;
     Ok(())
 }
 
 fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
     let listener = TcpListener::bind(address)?;
     listener.set_nonblocking(true)?;
+    // As many as the kernel takes: a probe that finds the queue full comes again after a second.
+    nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::MAXCONN)?;
     Ok(listener)
 }
 
@@ -394,31 +393,6 @@ async fn serve(
             }
             Err(error) => error!(what, %address, %error, "can't listen; will be tried again"),
         }
-    }
-}
-
-/// Serves those who connect, each by a task of its own.
-async fn accept(mut listener: tokio::net::TcpListener, router: &Router) -> ! {
-    let mut open = VecDeque::<AbortHandle>::new();
-    loop {
-        // Where the process has no descriptor left, this waits for one.
-        let (stream, _) = Listener::accept(&mut listener).await;
-        open.retain(|connection| !connection.is_finished());
-        if open.len() >= CONNECTIONS
-            && let Some(oldest) = open.pop_front()
-        {
-            oldest.abort();
-        }
-        let connection = http1::Builder::new()
-            .timer(TokioTimer::new())
-            .header_read_timeout(HEADER_TIMEOUT)
-            .serve_connection(
-                TokioIo::new(stream),
-                TowerToHyperService::new(router.clone()),
-            );
-        // A client that leaves early, or speaks something else, is none of our troubles.
-        let task = tokio::spawn(async move { drop(connection.await) });
-        open.push_back(task.abort_handle());
     }
 }
 

@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use ipvs_proxy_core::model::ObjectName;
 
 use super::sent::Sent;
-use super::{Followed, News};
+use super::{Followed, News, in_a_line};
+use crate::serve::unusable;
 use crate::translate::{self, Refusal};
 
 /// What was told of the objects of a kind.
@@ -37,7 +38,7 @@ impl Told {
         let refusal = Refusal {
             object: format!("{} {name}", K::kind(&())),
             field: field.clone(),
-            value: error.clone(),
+            value: in_a_line(error),
             reason: match kept {
                 true => "so what the object said before stays in force".to_owned(),
                 false => "so nothing of the object is used".to_owned(),
@@ -75,8 +76,7 @@ impl Told {
     }
 
     fn tell_unread<K: Followed>(&self, news: &mut News) {
-        let why = self.unread.values().cloned().collect();
-        news.unread = Some((K::KIND, why));
+        news.unread = Some((K::KIND, unusable(self.unread.values())));
     }
 }
 
@@ -104,7 +104,8 @@ mod tests {
         let refusals = news.refusals.iter().map(ToString::to_string);
         let unread = news.unread.iter().map(|(kind, why)| {
             assert_eq!(*kind, Kind::Services);
-            format!("{} unread", why.len())
+            let number = why.as_deref().and_then(|why| why.split(' ').next());
+            format!("{} unread", number.unwrap_or("0"))
         });
         changes.chain(refusals).chain(unread).collect()
     }

@@ -4,6 +4,7 @@ use ipvs_proxy_core::model::ObjectName;
 
 use super::{
     BURST, Finding, HOUR, NOTE, Object, REFILL, REMEMBERED, REPORTERS, Reason, Reporter, WAITING,
+    hash,
 };
 use crate::translate::Refusal;
 
@@ -181,4 +182,12 @@ fn a_long_note_is_cut() {
     assert!(reporter.note(finding, now, HOUR));
     let note = reporter.next(now + LONG).unwrap().finding.note;
     assert!(note.ends_with("ö…") && note.len() <= 1024, "{}", note.len());
+}
+
+/// Two releases run side by side during an upgrade, on machines of two kinds.
+#[test]
+fn names_are_those_of_every_release_and_machine() {
+    assert_eq!(hash(&[]), 0xefd0_1f60_ba99_2926);
+    assert_eq!(hash(&["ab", "c"]), 0x04f3_60e5_0ae8_8219);
+    assert_ne!(hash(&["ab", "c"]), hash(&["a", "bc"]));
 }

@@ -54,8 +54,8 @@ pub struct Followed {
     pub listed: Option<SystemTime>,
     /// Since when it can't be followed, and why.
     pub failing: Option<(Moment, String)>,
-    /// The objects whose last version can't be read, a line each, and when that was found.
-    pub unread: Option<(Vec<String>, SystemTime)>,
+    /// The objects whose last version can't be read, as told, and when that was found.
+    pub unread: Option<(String, SystemTime)>,
 }
 
 /// How long the loop may be at one thing. Where others hold the lock of iptables, it waits 10 s at a time.
@@ -77,7 +77,7 @@ pub struct Health {
     /// When all was in force the first time.
     pub in_force: Option<SystemTime>,
     /// The manifests that can't be read, or not all of which can be used, and since when there are some.
-    pub manifests: Option<(Vec<String>, SystemTime)>,
+    pub manifests: Option<(String, SystemTime)>,
     /// Since when sets, rules or the link, on which every Service rests, can't be written.
     pub base_failing: Option<Moment>,
     /// How many things can't be written, and since when the first of them.
@@ -242,7 +242,7 @@ impl Health {
             add("config", &[], Some((why.clone(), *since)), *since);
         }
         if let Some((files, since)) = &self.manifests {
-            add("manifests", &[], Some((unusable(files), *since)), *since);
+            add("manifests", &[], Some((files.clone(), *since)), *since);
         }
         if let Some((known, since)) = self.pod_cidrs {
             let fault = (!known).then(|| (NO_POD_CIDRS.to_owned(), since));
@@ -253,7 +253,7 @@ impl Health {
             let fault = match (&followed.failing, followed.listed, &followed.unread) {
                 (Some((since, why)), ..) => Some((why.clone(), since.wall)),
                 (None, None, _) => Some(("not listed yet".to_owned(), started)),
-                (None, Some(_), Some((objects, since))) => Some((unusable(objects), *since)),
+                (None, Some(_), Some((objects, since))) => Some((objects.clone(), *since)),
                 (None, Some(_), None) => None,
             };
             add(name, &[], fault, followed.listed.unwrap_or(started));
@@ -313,10 +313,12 @@ pub(super) fn check_of(kind: Kind) -> &'static str {
     }
 }
 
-/// How many can't be read, and a few of them.
-fn unusable(all: &[String]) -> String {
-    let few: Vec<&str> = all.iter().take(FEW).map(String::as_str).collect();
-    format!("{} can't be read: {}", all.len(), few.join("; "))
+/// How many can't be read, and a few of them; `None` for none.
+pub(crate) fn unusable(all: impl ExactSizeIterator<Item = impl AsRef<str>>) -> Option<String> {
+    let number = all.len();
+    let few: Vec<_> = all.take(FEW).collect();
+    let few: Vec<&str> = few.iter().map(AsRef::as_ref).collect();
+    (number > 0).then(|| format!("{number} can't be read: {}", few.join("; ")))
 }
 
 /// A time as the API writes it, to the microsecond.

@@ -1,7 +1,8 @@
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ipvs_proxy_core::model::{Change, Node};
@@ -9,7 +10,7 @@ use ipvs_proxy_dataplane::conntrack::ForgetError;
 use ipvs_proxy_netlink::Family;
 use serde_json::{Value, json};
 
-use super::{CONNECTIONS, Listen, Moment, Status, health_router, metrics_router, start};
+use super::{CONNECTIONS_OF_ONE, Listen, Moment, Status, health_router, metrics_router, start};
 use crate::api::{Kind, NodeFacts};
 
 const PERIOD: Duration = Duration::from_secs(30);
@@ -23,11 +24,15 @@ struct Server {
 
 impl Server {
     fn new(api: bool) -> Server {
+        Server::on("127.0.0.1", api)
+    }
+
+    fn on(address: &str, api: bool) -> Server {
         let config = json!({"scheduler": "lc"});
         let status = Arc::new(Status::new(&Family::ALL, PERIOD, api, config));
         let routers = [metrics_router, health_router].map(|router| router(Arc::clone(&status)));
         let [metrics, health] = routers.map(|router| {
-            let listener = super::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+            let listener = super::bind(format!("{address}:0").parse().unwrap()).unwrap();
             let address = listener.local_addr().unwrap();
             std::thread::spawn(move || {
                 let runtime = tokio::runtime::Builder::new_current_thread()
@@ -109,17 +114,21 @@ fn codes_by_state() {
     assert!(server.verbose().contains("\n[~]objects failed since "));
     assert!(server.verbose().contains(": 2 can't be written\n"));
     status.rests([at(61)].into_iter(), Some(at(61)));
-    assert_eq!(server.codes(), [503, 200, 200], "what all rest on fails");
+    assert_eq!(server.codes(), [503, 200, 503], "what all rest on fails");
+    status.rests([at(9)].into_iter(), Some(at(9)));
+    assert_eq!(server.codes(), [200, 200, 503], "not for long");
     status.rests(std::iter::empty(), None);
 
     status.read(Err("no answer".to_owned()));
+    assert_eq!(server.codes(), [200, 200, 503], "the kernel can't be read");
+    assert!(server.verbose().contains("[-]kernel-read failed since "));
+    status.read(Ok(()));
     status.sysctls(&BTreeSet::from(["sysctl x is 0".to_owned()]));
     assert_eq!(
         server.codes(),
         [200, 200, 200],
         "findings that do not decide"
     );
-    assert!(server.verbose().contains("[~]kernel-read failed since "));
     assert!(server.verbose().contains("[~]sysctls failed since "));
     assert!(server.verbose().contains("[+]node-ports ok since "));
     assert!(status.node_ports(Some("taken")));
@@ -177,6 +186,18 @@ fn codes_by_state() {
 }
 
 #[test]
+fn changes_that_wait_for_long_take_no_more_and_more_room() {
+    let status = Status::new(&Family::ALL, PERIOD, true, Value::Null);
+    let now = std::time::SystemTime::now();
+    for _ in 0..1000 {
+        status.queued(&[], vec![(Family::V4, now); 100], true);
+    }
+    assert_eq!(status.triggers().len(), super::TRIGGERS);
+    status.rests(std::iter::empty(), None);
+    assert_eq!(status.triggers().len(), 0);
+}
+
+#[test]
 fn an_outage_of_the_api_server_is_shown_and_decides_nothing() {
     let server = Server::new(true);
     let status = &server.status;
@@ -218,11 +239,11 @@ fn an_outage_of_the_api_server_is_shown_and_decides_nothing() {
     let recovered = status.health().recovered["api-services"];
     assert!(recovered > since.wall, "when it was well again");
     let objects = ["a: x", "b: y", "c", "d"].map(str::to_owned);
-    status.unread(Kind::Services, objects.to_vec());
+    status.unread(Kind::Services, super::unusable(objects.iter()));
     let unread = ": 4 can't be read: a: x; b: y; c\n";
     assert!(server.verbose().contains(unread) && up("services"));
     assert_eq!(server.codes(), [200, 200, 200]);
-    status.unread(Kind::Services, Vec::new());
+    status.unread(Kind::Services, None);
     assert!(server.verbose().contains("[+]api-services ok since "));
 }
 
@@ -358,6 +379,79 @@ fn silent_clients_keep_nobody_out() {
             let read = stream.read(&mut [0; 1]);
             matches!(read, Err(error) if error.kind() == std::io::ErrorKind::WouldBlock)
         });
-        assert!(open.count() <= CONNECTIONS);
+        assert!(open.count() <= CONNECTIONS_OF_ONE);
+    }
+}
+
+/// Connects from addresses 127.0.1.1 to 127.0.1.`sources` without a pause, and leaves at once or, each other time, stays
+/// silent for a while, until it is told to stop.
+fn flood(
+    to: SocketAddr,
+    sources: u8,
+    stop: Arc<AtomicBool>,
+) -> std::thread::JoinHandle<(usize, usize)> {
+    let connect = move |number: usize| {
+        let socket = tokio::net::TcpSocket::new_v4()?;
+        socket.set_reuseaddr(true)?;
+        let last = u8::try_from(number % usize::from(sources)).unwrap() + 1;
+        socket.bind(SocketAddr::from(([127, 0, 1, last], 0)))?;
+        Ok::<_, std::io::Error>(socket.connect(to))
+    };
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build();
+        runtime.unwrap().block_on(async {
+            let (mut silent, mut connected, mut failed) = (VecDeque::new(), 0, 0);
+            for number in 0_usize.. {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                let stream = match connect(number) {
+                    Ok(connect) => connect.await,
+                    Err(error) => Err(error),
+                };
+                match stream {
+                    Ok(stream) if number % 2 == 0 => silent.push_back(stream),
+                    Ok(_) => {}
+                    Err(_) => failed += 1,
+                }
+                connected += 1;
+                if silent.len() > 300 {
+                    silent.pop_front();
+                }
+            }
+            (connected - failed, failed)
+        })
+    })
+}
+
+#[test]
+fn a_flood_of_connections_pushes_no_probe_out() {
+    // Connections to 127.0.0.5 come from 127.0.0.1: to this server, from another machine.
+    for (address, sources) in [("127.0.0.1", 1), ("127.0.0.5", 1), ("127.0.0.5", 200)] {
+        let server = Server::on(address, false);
+        let stop = Arc::new(AtomicBool::new(false));
+        let floods = [(); 3].map(|()| flood(server.health, sources, Arc::clone(&stop)));
+        let mut slowest = Duration::ZERO;
+        for number in 0..50 {
+            let asked = Instant::now();
+            assert_eq!(
+                get(server.health, "/livez").0,
+                200,
+                "{address}, {sources}: {number}"
+            );
+            slowest = slowest.max(asked.elapsed());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        stop.store(true, Ordering::Relaxed);
+        let counted = floods.map(|flood| flood.join().unwrap());
+        // Far less than a second where nothing else needs the processor.
+        assert!(
+            slowest < Duration::from_secs(5),
+            "{address}, {sources}: {slowest:?}"
+        );
+        let connected: usize = counted.iter().map(|(connected, _)| connected).sum();
+        assert!(connected > 300, "that is no flood: {counted:?}");
     }
 }

@@ -7,7 +7,7 @@ use ipvs_proxy_core::op::{Dataplane as _, Outcome};
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_dataplane::growth::GROWING;
 use ipvs_proxy_dataplane::kernel::Kernel;
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy_netlink::{Causes, Family};
 
 use crate::cli::Cleanup;
 use crate::place::Place;
@@ -27,7 +27,10 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
         Ok(found) => removed += usize::from(found),
         Err(error) => {
             left += 1;
-            say(format_args!("ipvs-proxy: remove set {GROWING}: {error}"));
+            say(format_args!(
+                "ipvs-proxy: remove set {GROWING}: {}",
+                Causes(&error)
+            ));
         }
     }
     planner.resync(kernel.read_whatever()?, true, Instant::now());

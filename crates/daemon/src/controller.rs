@@ -19,6 +19,7 @@ use ipvs_proxy_core::state::{Key, State};
 use ipvs_proxy_dataplane::addresses::AddressNotice;
 use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
+use ipvs_proxy_netlink::Causes;
 use tokio::sync::mpsc;
 use tracing::{debug, error, info, warn};
 
@@ -198,7 +199,9 @@ impl<D: Dataplane> Controller<D> {
         {
             Ok(None) => {}
             Ok(Some(deadlines)) => self.planner.remember_drains(deadlines),
-            Err(error) => warn!(%error, "deadlines of drains could not be read; they begin anew"),
+            Err(error) => {
+                warn!(error = %Causes(&error), "deadlines of drains could not be read; they begin anew")
+            }
         }
         self.list_addresses();
         self.rescan();
@@ -578,14 +581,16 @@ impl<D: Dataplane> Controller<D> {
         match self.settings.timeouts.keep() {
             Ok(None) => {}
             Ok(Some(were)) => info!(?were, "set the timeouts of IPVS"),
-            Err(error) => error!(%error, "the timeouts of IPVS are not as they must be"),
+            Err(error) => {
+                error!(error = %Causes(&error), "the timeouts of IPVS are not as they must be")
+            }
         }
         let failed = sysctl::set(self.settings.strict_arp);
         let told = std::mem::take(&mut self.sysctls);
         for failure in failed {
             let finding = failure.to_string();
             if !told.contains(&finding) {
-                error!(error = %failure.source, "{finding}");
+                error!(error = %Causes(&failure.source), "{finding}");
                 let note = || Finding::of_node(Reason::FailedToSetSysctl, finding.clone());
                 self.settings.find(note);
             }
@@ -654,7 +659,7 @@ impl<D: Dataplane> Controller<D> {
             .as_ref()
             .map(|d| d.write(deadlines, Instant::now()));
         if let Some(Err(error)) = written {
-            warn!(%error, "deadlines of drains could not be kept; a restart begins them anew");
+            warn!(error = %Causes(&error), "deadlines of drains could not be kept; a restart begins them anew");
         }
         self.drains_written = number;
     }

@@ -13,6 +13,7 @@ use ipvs_proxy_core::state::{Key, Set, Value};
 use ipvs_proxy_dataplane::kernel::Kernel;
 use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
+use ipvs_proxy_netlink::Causes;
 use nix::unistd::{SysconfVar, sysconf};
 use tracing::{debug, error, info, warn};
 
@@ -62,15 +63,15 @@ pub fn init(settings: &Settings) -> Result<()> {
         .into_iter()
         .chain(sysctl::set(settings.strict_arp))
     {
-        must(Err(format!("{failure}: {}", failure.source)));
+        must(Err(Causes(&failure).to_string()));
     }
     match Kernel::open(&families, settings.iptables_backend) {
-        Err(error) => must(Err(format!("{:#}", anyhow!(error)))),
+        Err(error) => must(Err(Causes(&error).to_string())),
         Ok(mut kernel) => {
             must(
                 kernel
                     .require_scheduler(scheduler)
-                    .map_err(|e| format!("{e:#}")),
+                    .map_err(|error| Causes(&error).to_string()),
             );
             // This loads the tables of iptables, too.
             match kernel.read_whatever() {
@@ -105,7 +106,7 @@ pub fn init(settings: &Settings) -> Result<()> {
 /// What the daemon does of it when it starts: connection tracking, and the process's own standing.
 pub(crate) fn at_start(settings: &Settings) {
     for failure in conntrack(settings) {
-        warn!(error = %failure.source, "{failure}");
+        warn!(error = %Causes(&failure.source), "{failure}");
     }
     let adjusted = settings.oom_score_adj.to_string();
     let present = fs::read_to_string(OOM_SCORE_ADJ).unwrap_or_default();
@@ -115,9 +116,9 @@ pub(crate) fn at_start(settings: &Settings) {
         // To lower it needs CAP_SYS_RESOURCE, which the container runtime has; kubelet lowers it for critical pods.
         let present = present.trim();
         if present.starts_with('-') {
-            debug!(%error, wanted = adjusted, present, "oom_score_adj stays");
+            debug!(error = %Causes(&error), wanted = adjusted, present, "oom_score_adj stays");
         } else {
-            info!(%error, wanted = adjusted, present, "oom_score_adj stays");
+            info!(error = %Causes(&error), wanted = adjusted, present, "oom_score_adj stays");
         }
     }
 }

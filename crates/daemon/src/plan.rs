@@ -11,7 +11,7 @@ use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_core::state::Value;
 use ipvs_proxy_core::state::{Key, State};
 use ipvs_proxy_dataplane::kernel::Kernel;
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy_netlink::{Causes, Family};
 use serde_json::json;
 
 use crate::cli::{Output, Plan, Run};
@@ -78,25 +78,29 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
     let live = flags
         .diff
         .then(|| Kernel::open(&Family::ALL, flags.iptables_backend));
-    let mut live = live.transpose().map_err(|error| error.to_string())?;
+    let mut live = live
+        .transpose()
+        .map_err(|error| Causes(&error).to_string())?;
     if let Some(kernel) = &mut live
         && flags.shape.node_ips.is_empty()
     {
-        let addresses = kernel.node_addresses().map_err(|error| error.to_string())?;
+        let addresses = kernel
+            .node_addresses()
+            .map_err(|error| Causes(&error).to_string())?;
         planner.apply(Change::NodeAddresses(addresses));
     }
     let state = planner.desired();
     if let Some(kernel) = &mut live {
         let read = kernel
             .read(planner.base())
-            .map_err(|error| error.to_string())?;
+            .map_err(|error| Causes(&error).to_string())?;
         let mut text = difference(&read, &state);
         for value in state.values() {
             let Value::Rules(rules) = value else { continue };
             let present = kernel
                 .tools()
                 .present(rules)
-                .map_err(|error| error.to_string())?;
+                .map_err(|error| Causes(&error).to_string())?;
             let tool = tool(rules.family);
             text.push_str(&lines_between(
                 &present.lines(),

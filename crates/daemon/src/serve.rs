@@ -27,7 +27,7 @@ use axum::http::header::{CONTENT_TYPE, HeaderName, X_CONTENT_TYPE_OPTIONS};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use ipvs_proxy_core::model::Change;
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy_netlink::{Causes, Family};
 use prometheus_client::encoding::prometheus_text;
 use tracing::{error, info};
 
@@ -310,7 +310,7 @@ pub fn start(status: &Arc<Status>, listen: Listen) -> Result<()> {
                 return Err(error).with_context(|| format!("{what}: can't listen on {address}"));
             }
             Err(error) => {
-                error!(what, %address, %error, "can't listen; will be tried again");
+                error!(what, %address, error = %Causes(&error), "can't listen; will be tried again");
                 None
             }
         };
@@ -353,7 +353,9 @@ async fn serve(
                 info!(what, %address, "listening");
                 accept(listener, &router).await
             }
-            Err(error) => error!(what, %address, %error, "can't listen; will be tried again"),
+            Err(error) => {
+                error!(what, %address, error = %Causes(&error), "can't listen; will be tried again")
+            }
         }
     }
 }

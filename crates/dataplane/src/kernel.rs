@@ -18,7 +18,7 @@ use ipvs_proxy_core::rules;
 use ipvs_proxy_core::state::{Key, Set, State, Value, is_ours};
 use ipvs_proxy_iptables::{Backend, Choice, Ruleset, Tools};
 use ipvs_proxy_netlink::{
-    Error as NetlinkError, Family, KernelError, Socket, Subsystem as NetlinkSubsystem,
+    Causes, Error as NetlinkError, Family, KernelError, Socket, Subsystem as NetlinkSubsystem,
 };
 
 use crate::capabilities::{self, Capability};
@@ -334,7 +334,7 @@ impl Kernel {
         });
         match written {
             Ok(()) => Outcome::Done,
-            Err(error) => failed(FailureKind::Busy, &error),
+            Err(error) => failed(FailureKind::Busy, &Causes(&error)),
         }
     }
 
@@ -605,7 +605,7 @@ fn outcome_of_server(op: &Op, result: Result<(), ipvs_netlink::Error>) -> Outcom
         (Error::Transport { source, .. }, _) => kind_of_transport(source),
         _ => FailureKind::Refused,
     };
-    failed(kind, &error)
+    failed(kind, &Causes(&error))
 }
 
 fn outcome_of_set(op: &Op, result: Result<(), ipset_rs::Error>) -> Outcome {
@@ -622,7 +622,7 @@ fn outcome_of_set(op: &Op, result: Result<(), ipset_rs::Error>) -> Outcome {
         (Error::Transport(source), _) => kind_of_transport(source),
         _ => FailureKind::Refused,
     };
-    failed(kind, &error)
+    failed(kind, &Causes(&error))
 }
 
 fn outcome_of_link(result: Result<(), LinkError>) -> Outcome {
@@ -635,7 +635,7 @@ fn outcome_of_link(result: Result<(), LinkError>) -> Outcome {
         Some(error) => kind_of_transport(error),
         None => FailureKind::Refused,
     };
-    failed(kind, &error)
+    failed(kind, &Causes(&error))
 }
 
 const EAGAIN: i32 = 11; // <asm-generic/errno-base.h>
@@ -661,7 +661,6 @@ fn kind_of_transport(error: &NetlinkError) -> FailureKind {
     }
 }
 
-/// The failure with the errors behind it.
 fn failed(kind: FailureKind, error: &dyn std::fmt::Display) -> Outcome {
     Outcome::Failed(Failure {
         kind,
@@ -669,6 +668,25 @@ fn failed(kind: FailureKind, error: &dyn std::fmt::Display) -> Outcome {
     })
 }
 
-fn unread(error: &dyn std::fmt::Display) -> ReadError {
-    ReadError(error.to_string())
+fn unread(error: &dyn std::error::Error) -> ReadError {
+    ReadError(Causes(error).to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tool_that_cannot_be_run_says_why() {
+        let error = ipvs_proxy_iptables::Error::Run {
+            program: "iptables-restore".to_owned(),
+            source: std::io::Error::from_raw_os_error(13),
+        };
+        let text = "iptables-restore could not be run: Permission denied (os error 13)";
+        assert_eq!(unread(&error).to_string(), text);
+        let Outcome::Failed(failure) = failed(FailureKind::Busy, &Causes(&error)) else {
+            panic!("it failed");
+        };
+        assert_eq!(failure.text, text);
+    }
 }

@@ -11,7 +11,7 @@ use std::thread;
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::rules;
 use ipvs_proxy_netlink::{
-    Attribute, Error, Family, Monitor, Notice, Request, Socket, Subsystem, attributes,
+    Attribute, Causes, Error, Family, Monitor, Notice, Request, Socket, Subsystem, attributes,
 };
 
 const NFNLGRP_NFTABLES: u32 = 7; // <linux/netfilter/nfnetlink.h>
@@ -105,7 +105,7 @@ pub fn watch(
                 Ok(notices) => notices,
                 Err(error) => {
                     // The audit goes on.
-                    tracing::error!(%error, "changes of iptables rules are not told any more");
+                    tracing::error!(error = %Causes(&error), "changes of iptables rules are not told any more");
                     return;
                 }
             };

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::net::UdpSocket;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use tests::daemon::{Daemon, Manifests, binary, service, slice, wait_until};
 use tests::netns::Namespace;
@@ -138,6 +140,38 @@ fn listings_are_ipvsadms(node: &Namespace) {
         assert_eq!(print(&binary(), &all), real, "{words:?}");
         assert_eq!(print(&link, words), real, "{words:?}, started as ipvsadm");
     }
+}
+
+/// What it is not told in time, it shows as a number.
+#[test]
+fn a_name_server_that_does_not_answer_holds_up_no_listing() {
+    let node = Namespace::new();
+    let _silent = node.enter(|| UdpSocket::bind("127.0.0.1:53")).unwrap();
+    let mut servers = "-A -t 192.0.2.1:12345 -s rr\n".to_owned();
+    for n in 1..=100 {
+        servers += &format!("-a -t 192.0.2.1:12345 -r 198.51.100.{n}:12345 -m -w 1\n");
+    }
+    node.tool_with_input("ipvsadm --restore", &servers);
+    let file = std::env::temp_dir().join("silent-name-server");
+    fs::write(&file, "nameserver 127.0.0.1\n").unwrap();
+    let line = format!(
+        "mount --bind {} /etc/resolv.conf && exec {} ipvsadm -L",
+        file.display(),
+        binary().display()
+    );
+    let mut listing = Command::new("unshare");
+    listing.args(["--mount", "sh", "-c", &line]);
+    let started = Instant::now();
+    let output = node.enter(|| listing.output()).unwrap();
+    let took = started.elapsed();
+    assert!(output.status.success(), "{output:?}");
+    let listed = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(listed, node.tool("ipvsadm -Ln"));
+    assert!(
+        took > Duration::from_secs(1),
+        "the name server was not asked: {took:?}"
+    );
+    assert!(took < Duration::from_secs(15), "{took:?}");
 }
 
 #[test]

@@ -100,7 +100,10 @@ fn ipvs_that_was_unloaded_serves_again_when_it_can() {
         assert_eq!(kernel.glance(&ours).unwrap().missing.len(), 1);
         assert!(done(kernel.apply(&of_ipvs)));
         let read = kernel.read(&State::new()).unwrap();
-        assert!(servers.keys().all(|key| read.state.contains_key(key)), "{read:?}");
+        assert!(
+            servers.keys().all(|key| read.state.contains_key(key)),
+            "{read:?}"
+        );
 
         // It is not there for a while.
         node.tool("ipvsadm -C");

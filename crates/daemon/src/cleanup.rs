@@ -7,7 +7,7 @@ use ipvs_proxy_core::op::Outcome;
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_dataplane::growth::GROWING;
 use ipvs_proxy_dataplane::kernel::Kernel;
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy_netlink::{Causes, Family};
 
 use crate::cli::Cleanup;
 use crate::place::Place;
@@ -30,7 +30,10 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
         Ok(found) => removed += usize::from(found),
         Err(error) => {
             left += 1;
-            say(format_args!("ipvs-proxy: remove set {GROWING}: {error}"));
+            say(format_args!(
+                "ipvs-proxy: remove set {GROWING}: {}",
+                Causes(&error)
+            ));
         }
     }
     let (there, unread) = kernel.read_whatever()?;

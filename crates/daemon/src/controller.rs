@@ -21,7 +21,7 @@ use ipvs_proxy_core::step::Step;
 use ipvs_proxy_dataplane::addresses::AddressNotice;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
 use ipvs_proxy_dataplane::{ports, sysctl};
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy_netlink::{Causes, Family};
 use tokio::sync::mpsc;
 use tracing::{debug, error, info, warn};
 
@@ -286,7 +286,9 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         match self.settings.drains.as_ref().map(Drains::read).transpose() {
             Ok(None) => {}
             Ok(Some(deadlines)) => self.planner.remember_drains(deadlines),
-            Err(error) => warn!(%error, "deadlines of drains could not be read; they begin anew"),
+            Err(error) => {
+                warn!(error = %Causes(&error), "deadlines of drains could not be read; they begin anew")
+            }
         }
         self.list_addresses();
         self.rescan();
@@ -673,8 +675,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         let services = failing.map(|(key, _)| self.planner.owner(key));
         self.reports.still_fail(services, self.now());
         let failing = || self.planner.failing();
-        let base = failing().filter(|(key, _)| self.planner.base().contains_key(key));
-        let base = base.map(|(_, since)| since).min();
+        let base = self.planner.node_failing();
         let status = &self.settings.status;
         status.rests(failing().map(|(_, since)| since), base);
         if base.is_none() && self.objects.is_complete() {
@@ -776,7 +777,9 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         match self.settings.timeouts.keep() {
             Ok(None) => {}
             Ok(Some(were)) => info!(?were, "set the timeouts of IPVS"),
-            Err(error) => error!(%error, "the timeouts of IPVS are not as they must be"),
+            Err(error) => {
+                error!(error = %Causes(&error), "the timeouts of IPVS are not as they must be")
+            }
         }
         let mut failed = (self.settings.set_sysctls)(self.settings.strict_arp);
         failed.extend(self.settings.conntrack.set());
@@ -784,7 +787,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         for failure in failed {
             let finding = failure.to_string();
             if !told.contains(&finding) {
-                error!(error = %failure.source, "{finding}");
+                error!(error = %Causes(&failure.source), "{finding}");
                 let note = || Finding::of_node(Reason::FailedToSetSysctl, finding.clone());
                 self.settings.find(note);
             }

@@ -12,7 +12,7 @@ use ipvs_proxy_dataplane::kernel::Kernel;
 use ipvs_proxy_dataplane::modules;
 use ipvs_proxy_dataplane::sysctl::{self, StrictArp};
 use ipvs_proxy_dataplane::timeouts::Timeouts;
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy_netlink::{Causes, Family};
 use nix::unistd::{SysconfVar, sysconf};
 use tracing::{debug, error, info, warn};
 
@@ -64,10 +64,10 @@ pub fn init(settings: &Settings) -> Result<()> {
         .into_iter()
         .chain(sysctl::set(settings.strict_arp))
     {
-        must(Err(format!("{failure}: {}", failure.source)));
+        must(Err(Causes(&failure).to_string()));
     }
     match Kernel::open(&Family::ALL, settings.iptables_backend) {
-        Err(error) => must(Err(format!("{:#}", anyhow!(error)))),
+        Err(error) => must(Err(Causes(&error).to_string())),
         Ok(mut kernel) => {
             // This loads the tables of iptables, too.
             if let Some(why) = kernel.keep_working_families() {
@@ -76,7 +76,7 @@ pub fn init(settings: &Settings) -> Result<()> {
             must(
                 kernel
                     .require_scheduler(scheduler)
-                    .map_err(|e| format!("{e:#}")),
+                    .map_err(|error| Causes(&error).to_string()),
             );
             match kernel.read_whatever() {
                 Err(error) => must(Err(error.to_string())),
@@ -116,9 +116,11 @@ pub(crate) fn keep_strict_arp(settings: &Settings, place: Option<&Place>) {
     if let Err(error) = StrictArp::new(&record).keep(settings.strict_arp) {
         match settings.strict_arp {
             true => {
-                warn!(%error, "what strict ARP changes can't be noted: its end will not put it back")
+                warn!(error = %Causes(&error), "what strict ARP changes can't be noted: its end will not put it back")
             }
-            false => warn!(%error, "what strict ARP changed could not be put back"),
+            false => {
+                warn!(error = %Causes(&error), "what strict ARP changed could not be put back")
+            }
         }
     }
 }
@@ -133,9 +135,9 @@ pub(crate) fn adjust_oom_score(settings: &Settings) {
         // To lower it needs CAP_SYS_RESOURCE, which the container runtime has; kubelet lowers it for critical pods.
         let present = present.trim();
         if present.starts_with('-') {
-            debug!(%error, wanted = adjusted, present, "oom_score_adj stays");
+            debug!(error = %Causes(&error), wanted = adjusted, present, "oom_score_adj stays");
         } else {
-            info!(%error, wanted = adjusted, present, "oom_score_adj stays");
+            info!(error = %Causes(&error), wanted = adjusted, present, "oom_score_adj stays");
         }
     }
 }

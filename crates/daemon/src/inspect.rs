@@ -4,8 +4,8 @@
 //! - [`list`] and [`save`] format a table (pure)
 //! - [`run`] does what a command line asks for with the kernel's table
 //!
-//! Differences: no module is loaded; connections, timeouts and sync daemons are not listed; a
-//! persistence mask that is no prefix (`-M 24`, which is 0.0.0.24) is shown as the prefix that
+//! Differences: names that are not told within 3 s are shown as numbers; no module is loaded;
+//! connections, timeouts and sync daemons are not listed; a persistence mask that is no prefix (`-M 24`, which is 0.0.0.24) is shown as the prefix that
 //! [`ipvs_netlink::Persistence`] holds; of options that only editing commands take, the values
 //! are not checked.
 
@@ -71,7 +71,8 @@ The table is only read here; the real ipvsadm changes it.
 /// Does what ipvsadm's arguments (without the program's name) ask for: writes to standard output
 /// and standard error, and returns the exit code, as `ipvsadm` does. Only reads the kernel.
 ///
-/// Without `-n` the name of each address is asked from `getent hosts`, where that program is.
+/// Without `-n` the name of each address is asked from `getent hosts`, where that program is; what is not answered in
+/// time is shown as a number.
 #[must_use]
 pub fn run(args: &[String]) -> ExitCode {
     let outcome = answer(args);

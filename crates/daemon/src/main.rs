@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 use ipvs_proxy::cli::{self, Cleanup, Cli, Command, LogFormat, Plan, Run};
 use ipvs_proxy::{cleanup, config, init, inspect, plan, run, say};
+use ipvs_proxy_netlink::Causes;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
@@ -93,7 +94,7 @@ fn run_command(flags: &Run) -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!("{error:#}");
+            tracing::error!("{}", Causes(error.as_ref()));
             ExitCode::FAILURE
         }
     }
@@ -110,7 +111,7 @@ fn cleanup_command(flags: &Cleanup) -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error) => {
-            say(format_args!("ipvs-proxy: {error:#}"));
+            say(format_args!("ipvs-proxy: {}", Causes(error.as_ref())));
             ExitCode::FAILURE
         }
     }

@@ -11,7 +11,7 @@ use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_core::state::Value;
 use ipvs_proxy_core::state::{Key, State};
 use ipvs_proxy_dataplane::kernel::Kernel;
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy_netlink::{Causes, Family};
 use serde_json::json;
 
 use crate::cli::{Output, Plan, Run};
@@ -54,7 +54,9 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
     };
     let mut whole = !found.iter().any(lost);
     let live = (flags.diff && whole).then(|| Kernel::open(&Family::ALL, flags.iptables_backend));
-    let mut live = live.transpose().map_err(|error| error.to_string())?;
+    let mut live = live
+        .transpose()
+        .map_err(|error| Causes(&error).to_string())?;
     let mut config = loaded.settings.config;
     let mut problems = loaded.warnings;
     if let Some(kernel) = &mut live {
@@ -85,7 +87,9 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
     if let Some(kernel) = &mut live
         && flags.shape.node_ips.is_empty()
     {
-        let addresses = kernel.node_addresses().map_err(|error| error.to_string())?;
+        let addresses = kernel
+            .node_addresses()
+            .map_err(|error| Causes(&error).to_string())?;
         planner.apply(Change::NodeAddresses(addresses));
     }
     let state = planner.desired();
@@ -93,7 +97,7 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
     if let Some(kernel) = &mut live {
         let read = kernel
             .read(&State::new())
-            .map_err(|error| error.to_string())?;
+            .map_err(|error| Causes(&error).to_string())?;
         let mut text = difference(&read.state, &state);
         for value in state.values() {
             let Value::Rules(rules) = value else { continue };
@@ -101,7 +105,7 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
                 Ok(present) => present,
                 Err(error) => {
                     whole = false;
-                    problems.push(error.to_string());
+                    problems.push(Causes(&error).to_string());
                     continue;
                 }
             };

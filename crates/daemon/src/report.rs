@@ -272,9 +272,14 @@ impl Reports {
         }
     }
 
-    /// Keeps a finding that is to become an Event. When too many wait, it is left.
-    fn find(&mut self, finding: Finding) {
-        if self.findings.len() < FINDINGS {
+    /// Keeps a finding that is to become an Event; also one that was told, since Events come again each hour, but news has
+    /// room before that. When too many wait, it is left.
+    fn find(&mut self, say: Say, finding: Finding) {
+        let room = match say {
+            Say::Nothing => FINDINGS / 2,
+            Say::Line | Say::Detail => FINDINGS,
+        };
+        if self.findings.len() < room {
             self.findings.push(finding);
         }
     }

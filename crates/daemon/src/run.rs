@@ -17,7 +17,7 @@ use ipvs_proxy_dataplane::notices;
 use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
 use ipvs_proxy_iptables::Backend;
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy_netlink::{Causes, Family};
 use nix::sys::signal::{SigSet, Signal};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
@@ -52,12 +52,14 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     let no_ipv6 = kernel.keep_working_families();
     let families = kernel.families().to_vec();
     // Without a folder of its own the daemon does all but keep deadlines over a restart.
-    let place = Place::here().map_err(|error| warn!("{error:#}; drains begin anew at a restart"));
+    let place = Place::here().map_err(|error| {
+        warn!(error = %Causes(error.as_ref()), "drains begin anew at a restart");
+    });
     let place = place.ok();
     let _alone = match place.as_ref().map(Place::lock) {
         Some(Err(error @ LockError::Taken(_))) => return Err(error.into()),
         Some(Err(error)) => {
-            warn!("{error:#}; a second daemon would not be noticed");
+            warn!(error = %Causes(&error), "a second daemon would not be noticed");
             None
         }
         Some(Ok(alone)) => Some(alone),
@@ -66,7 +68,9 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     match kernel.remove_leftover() {
         Ok(true) => info!(set = GROWING, "removed what a crash left"),
         Ok(false) => {}
-        Err(error) => warn!(set = GROWING, %error, "a set that is in the way could not be removed"),
+        Err(error) => {
+            warn!(set = GROWING, error = %Causes(&error), "a set that is in the way could not be removed")
+        }
     }
     let mut config = settings.config.clone();
     kernel.require_scheduler(config.scheduler)?;

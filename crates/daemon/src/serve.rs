@@ -28,7 +28,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_dataplane::flows::Forgotten;
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy_netlink::{Causes, Family};
 use prometheus_client::encoding::prometheus_text;
 use tracing::{error, info};
 
@@ -348,7 +348,7 @@ pub fn start(status: &Arc<Status>, listen: Listen) -> Result<()> {
                 return Err(error).with_context(|| format!("{what}: can't listen on {address}"));
             }
             Err(error) => {
-                error!(what, %address, %error, "can't listen; will be tried again");
+                error!(what, %address, error = %Causes(&error), "can't listen; will be tried again");
                 None
             }
         };
@@ -391,7 +391,9 @@ async fn serve(
                 info!(what, %address, "listening");
                 accept(listener, &router).await
             }
-            Err(error) => error!(what, %address, %error, "can't listen; will be tried again"),
+            Err(error) => {
+                error!(what, %address, error = %Causes(&error), "can't listen; will be tried again")
+            }
         }
     }
 }

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ipvs_proxy_netlink::{Error, Monitor, Notice, Subsystem};
+use ipvs_proxy_netlink::{Causes, Error, Monitor, Notice, Subsystem};
 use netlink_packet_core::Parseable;
 use netlink_packet_route::address::AddressMessage;
 use netlink_packet_route::link::LinkMessage;
@@ -62,7 +62,7 @@ pub fn watch(tell: impl Fn(Vec<AddressNotice>) -> bool + Send + 'static) -> Resu
                 Ok(notices) => notices.iter().filter_map(|n| reader.read(n)).collect(),
                 Err(error) => {
                     // Whoever listens goes on by listing at times.
-                    tracing::error!(%error, "address changes are not told any more");
+                    tracing::error!(error = %Causes(&error), "address changes are not told any more");
                     return;
                 }
             };

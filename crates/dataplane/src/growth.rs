@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use ipset_rs::{Change, Client, Entry, Error, SetName, SetSpec};
 use ipvs_proxy_core::state::Set;
+use ipvs_proxy_netlink::Causes;
 
 /// The set that is there while another one grows, and after a crash in that moment.
 pub const GROWING: &str = "KUBE-IPVS-GROWING";
@@ -54,7 +55,7 @@ pub(crate) fn grow(ipset: &mut Client, set: Set, more: &BTreeSet<Entry>) -> Resu
     let swapped = all(ipset, &changes).and_then(|()| swap(ipset, temporary, set.name()));
     // The old entries, or what could not take their place. A leftover is harmless.
     if let Err(error) = all(ipset, &[Change::Destroy(temporary)]) {
-        tracing::warn!(set = GROWING, %error, "a temporary set could not be removed");
+        tracing::warn!(set = GROWING, error = %Causes(&error), "a temporary set could not be removed");
     }
     swapped.map(|()| spec.max_elements)
 }

@@ -11,7 +11,7 @@ use std::thread;
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::rules;
 use ipvs_proxy_netlink::{
-    Attribute, Error, Family, Monitor, Notice, Request, Socket, Subsystem, attributes,
+    Attribute, Causes, Error, Family, Monitor, Notice, Request, Socket, Subsystem, attributes,
 };
 
 const NFNLGRP_NFTABLES: u32 = 7; // <linux/netfilter/nfnetlink.h>
@@ -107,7 +107,7 @@ pub fn watch(
                 Err(error) => {
                     if !std::mem::replace(&mut failing, true) {
                         tracing::warn!(
-                            %error,
+                            error = %Causes(&error),
                             "changes of iptables rules are not told, but found by the next audit; will listen again"
                         );
                     }

@@ -1,7 +1,7 @@
 //! What the kernel's answers mean for the planner.
 
 use ipvs_proxy_core::op::{Failure, FailureKind, Op, Outcome, ReadError};
-use ipvs_proxy_netlink::Error as NetlinkError;
+use ipvs_proxy_netlink::{Causes, Error as NetlinkError};
 
 use crate::links::LinkError;
 
@@ -23,7 +23,7 @@ pub(crate) fn outcome_of_server(op: &Op, result: Result<(), ipvs_netlink::Error>
         (Error::Transport { source, .. }, _) => kind_of_transport(source),
         _ => FailureKind::Refused,
     };
-    failed(kind, &error)
+    failed(kind, &Causes(&error))
 }
 
 pub(crate) fn outcome_of_set(op: &Op, result: Result<(), ipset_rs::Error>) -> Outcome {
@@ -41,7 +41,7 @@ pub(crate) fn outcome_of_set(op: &Op, result: Result<(), ipset_rs::Error>) -> Ou
         (Error::Transport(source), _) => kind_of_transport(source),
         _ => FailureKind::Refused,
     };
-    failed(kind, &error)
+    failed(kind, &Causes(&error))
 }
 
 pub(crate) fn outcome_of_link(result: Result<(), LinkError>) -> Outcome {
@@ -54,7 +54,7 @@ pub(crate) fn outcome_of_link(result: Result<(), LinkError>) -> Outcome {
         Some(error) => kind_of_transport(error),
         None => FailureKind::Refused,
     };
-    failed(kind, &error)
+    failed(kind, &Causes(&error))
 }
 
 const EAGAIN: i32 = 11; // <asm-generic/errno-base.h>
@@ -87,6 +87,6 @@ pub(crate) fn failed(kind: FailureKind, error: &dyn std::fmt::Display) -> Outcom
     })
 }
 
-pub(crate) fn unread(error: &dyn std::fmt::Display) -> ReadError {
-    ReadError(error.to_string())
+pub(crate) fn unread(error: &dyn std::error::Error) -> ReadError {
+    ReadError(Causes(error).to_string())
 }

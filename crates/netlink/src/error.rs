@@ -64,6 +64,33 @@ impl fmt::Display for KernelError {
     }
 }
 
+/// An error in one line with the errors behind it, each said once: how every error is logged.
+///
+/// ```
+/// use ipvs_proxy_netlink::Causes;
+///
+/// let missing = std::fs::File::open("/missing").unwrap_err();
+/// assert_eq!(Causes(&missing).to_string(), "No such file or directory (os error 2)");
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct Causes<'a>(pub &'a (dyn std::error::Error + 'a));
+
+impl fmt::Display for Causes<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut said = self.0.to_string();
+        f.write_str(&said)?;
+        let causes = std::iter::successors(self.0.source(), |cause| cause.source());
+        for cause in causes.map(ToString::to_string) {
+            // Many say what is behind them in their own words.
+            if !said.contains(&cause) {
+                write!(f, ": {cause}")?;
+                said.push_str(&cause);
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The name of an errno, such as `ENOENT`; the number for a code that is no errno.
 #[must_use]
 pub fn errno_name(code: i32) -> String {
@@ -76,6 +103,34 @@ pub fn errno_name(code: i32) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    enum Layer {
+        #[error("the upper one")]
+        Hides(#[source] Box<Layer>),
+        #[error("the middle one: {0}")]
+        Says(#[source] Box<Layer>),
+        #[error(transparent)]
+        Lets(#[from] std::io::Error),
+    }
+
+    #[test]
+    fn an_error_says_each_cause_once() {
+        let refused = || std::io::Error::from_raw_os_error(13);
+        let says = Layer::Says(Box::new(refused().into()));
+        let middle = "the middle one: Permission denied (os error 13)";
+        assert_eq!(Causes(&says).to_string(), middle);
+        let hides = Layer::Hides(Box::new(says));
+        assert_eq!(
+            Causes(&hides).to_string(),
+            format!("the upper one: {middle}")
+        );
+        let hides = Layer::Hides(Box::new(refused().into()));
+        assert_eq!(
+            Causes(&hides).to_string(),
+            "the upper one: Permission denied (os error 13)"
+        );
+    }
 
     #[test]
     fn refusals_name_the_errno_and_the_explanation() {

@@ -42,7 +42,7 @@ mod socket;
 mod types;
 
 pub use attributes::{Attribute, AttributeIter, Attributes, attributes};
-pub use error::{Error, KernelError, errno_name};
+pub use error::{Causes, Error, KernelError, errno_name};
 pub use monitor::{Monitor, Notice};
 pub use socket::{MAX_BATCH, Request, Socket, Subsystem};
 pub use types::{Family, Protocol};

@@ -429,7 +429,8 @@ impl Planner {
                 Outcome::Failed(_) if self.is_orphan(&op) => {}
                 Outcome::Failed(failure) => {
                     self.doubt |= matches!(failure.kind, FailureKind::Drift | FailureKind::Unknown);
-                    self.failures.note(key, group, now);
+                    let of_node = failure.kind == FailureKind::Node;
+                    self.failures.note(key, group, of_node, now);
                 }
             }
             self.pending.moved();
@@ -450,6 +451,13 @@ impl Planner {
     /// The keys whose ops fail, and since when.
     pub fn failing(&self) -> impl Iterator<Item = (&Key, Instant)> {
         self.failures.iter()
+    }
+
+    /// Since when something fails that all Services rest on: sets, rules, the link, or what the node lacks, as a module.
+    #[must_use]
+    pub fn node_failing(&self) -> Option<Instant> {
+        self.failures
+            .first_of_node(|key| self.base.contains_key(key))
     }
 
     /// Since when the op of a key fails, if it does.

@@ -66,8 +66,8 @@ pub enum AccessError {
         path: PathBuf,
     },
     /// The credentials can't be used.
-    #[error("no client for the API server can be made: {0}")]
-    Client(Box<kube::Error>),
+    #[error("no client for the API server can be made")]
+    Client(#[source] Box<kube::Error>),
 }
 
 impl Access {

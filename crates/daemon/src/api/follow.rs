@@ -8,6 +8,7 @@ use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant, SystemTime};
 
 use futures::StreamExt as _;
+use ipvs_proxy_netlink::Causes;
 use k8s_openapi::api::core::v1::{Node, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::api::{ListParams, WatchEvent, WatchParams};
@@ -61,7 +62,7 @@ pub async fn follow(access: &Access, node_name: &str, sender: &SyncSender<Event>
                 }
             }
             Err(error) => {
-                let text = error.to_string();
+                let text = in_a_line(&Causes(&error).to_string());
                 if told != text {
                     for kind in Kind::ALL {
                         let failed = ApiEvent::Failed(kind, text.clone());
@@ -338,20 +339,13 @@ impl Follower<'_> {
                 message => format!("{message} ({})", status.code),
             });
         }
-        let mut text = error.to_string();
-        let mut unreachable = false;
-        let mut source = error.source();
-        while let Some(cause) = source {
-            let cause_text = cause.to_string();
-            if !text.contains(&cause_text) {
-                text = format!("{text}: {cause_text}");
-            }
-            // What answers, but not as it should, is no question of the way.
+        let mut causes = std::iter::successors(error.source(), |cause| (**cause).source());
+        // What answers, but not as it should, is no question of the way.
+        let unreachable = causes.any(|cause| {
             let failure = cause.downcast_ref::<std::io::Error>();
-            unreachable |= failure.is_some_and(|e| e.kind() != ErrorKind::InvalidData);
-            source = cause.source();
-        }
-        let text = in_a_line(&text);
+            failure.is_some_and(|e| e.kind() != ErrorKind::InvalidData)
+        });
+        let text = in_a_line(&Causes(error).to_string());
         match self.access.hint() {
             Some(hint) if unreachable => format!("{text}; {hint}"),
             _ => text,

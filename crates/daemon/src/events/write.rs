@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use ipvs_proxy_netlink::Causes;
 use k8s_openapi::api::core::v1::{Node, ObjectReference, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::api::events::v1::Event;
@@ -117,7 +118,10 @@ fn number(listed: usize, list: &ListMeta) -> Option<u32> {
 }
 
 async fn create(access: &Access, node: &str, due: Due) -> Result<(), String> {
-    let (client, _) = access.client().await.map_err(|error| error.to_string())?;
+    let (client, _) = access
+        .client()
+        .await
+        .map_err(|error| Causes(&error).to_string())?;
     let regarding = reference(&client, node, &due.finding.object).await;
     let namespace = regarding
         .namespace
@@ -131,7 +135,7 @@ async fn create(access: &Access, node: &str, due: Due) -> Result<(), String> {
         Err(kube::Error::Api(status)) if status.code == 409 => Ok(()),
         // The namespace is going or gone, and with it who would read this.
         Err(kube::Error::Api(status)) if status.code == 404 || is_terminating(&status) => Ok(()),
-        Err(error) => Err(in_a_line(&error.to_string())),
+        Err(error) => Err(in_a_line(&Causes(&error).to_string())),
         Ok(_) => Ok(()),
     }
 }

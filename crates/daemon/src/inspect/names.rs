@@ -1,13 +1,24 @@
 //! Names of ports and addresses.
 
 use std::collections::{BTreeSet, HashMap};
+use std::io::Read as _;
 use std::net::IpAddr;
+use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use ipvs_proxy_netlink::Protocol;
 
-/// How many addresses one run of `getent` is asked for: far below the longest command line.
-const ADDRESSES_A_RUN: usize = 1000;
+/// How many addresses one run of `getent` is asked for: its answer fits into a pipe.
+const ADDRESSES_A_RUN: usize = 100;
+/// About how many runs there are for many addresses, and how many at once.
+const RUNS: usize = 256;
+const AT_ONCE: usize = 16;
+/// How long all names may take.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// How often it is looked whether a run has ended.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// Names of ports (`services(5)`) and of addresses.
 #[derive(Debug, Clone, Default)]
@@ -53,21 +64,47 @@ impl Names {
         Names::parse(&std::fs::read_to_string("/etc/services").unwrap_or_default())
     }
 
-    /// Adds the names of these addresses, as `getent hosts` tells them. Each may cost a question
-    /// to a name server; an address that has no name, or a system without `getent`, has none
-    /// here either.
+    /// Adds the names of these addresses, as `getent hosts` tells them: of `/etc/hosts`, then by all means that the system
+    /// has. Each may cost a question to a name server; what is not told within 3 s has no name here, as an address that has
+    /// none, and as all in a system without `getent`.
     #[must_use]
-    pub fn with_hosts(mut self, addresses: &BTreeSet<IpAddr>) -> Names {
-        let addresses: Vec<String> = addresses.iter().map(IpAddr::to_string).collect();
-        for some in addresses.chunks(ADDRESSES_A_RUN) {
-            let mut getent = Command::new("getent");
-            getent
-                .arg("hosts")
-                .args(some)
-                .stdin(Stdio::null())
-                .stderr(Stdio::null());
-            let Ok(output) = getent.output() else { break };
-            self.add_hosts(&String::from_utf8_lossy(&output.stdout));
+    pub fn with_hosts(self, addresses: &BTreeSet<IpAddr>) -> Names {
+        self.with_hosts_of(Path::new("getent"), addresses, Instant::now() + PATIENCE)
+    }
+
+    /// The same, by a program of these arguments and until then.
+    pub(super) fn with_hosts_of(
+        mut self,
+        getent: &Path,
+        addresses: &BTreeSet<IpAddr>,
+        deadline: Instant,
+    ) -> Names {
+        let all: Vec<&IpAddr> = addresses.iter().collect();
+        let files = |some: &[&IpAddr]| ask(getent, &["-s", "hosts:files", "hosts"], some, deadline);
+        for lines in all.chunks(ADDRESSES_A_RUN).filter_map(files) {
+            self.add_hosts(&lines);
+        }
+        let left: Vec<&IpAddr> = all
+            .into_iter()
+            .filter(|address| self.host(**address).is_none())
+            .collect();
+        // A run that does not end tells nothing, so few are asked for in one.
+        let together = (left.len() / RUNS).clamp(1, ADDRESSES_A_RUN);
+        let groups = Mutex::new(left.chunks(together));
+        let next = || groups.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let answers = || -> Vec<String> {
+            let asked = std::iter::from_fn(next);
+            asked
+                .filter_map(|some| ask(getent, &["hosts"], some, deadline))
+                .collect()
+        };
+        let lines = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..AT_ONCE).map(|_| scope.spawn(answers)).collect();
+            let joined = threads.into_iter().filter_map(|thread| thread.join().ok());
+            joined.flatten().collect::<Vec<_>>()
+        });
+        for lines in lines {
+            self.add_hosts(&lines);
         }
         self
     }
@@ -97,4 +134,35 @@ impl Names {
             .get(&(name.to_owned(), protocol.to_string()))
             .copied()
     }
+}
+
+/// What `getent` says of addresses, if it ends in time.
+fn ask(
+    getent: &Path,
+    arguments: &[&str],
+    addresses: &[&IpAddr],
+    deadline: Instant,
+) -> Option<String> {
+    if Instant::now() >= deadline {
+        return None;
+    }
+    let mut child = Command::new(getent)
+        .args(arguments)
+        .args(addresses.iter().map(ToString::to_string))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .ok()?;
+    while child.try_wait().ok()?.is_none() {
+        if Instant::now() >= deadline {
+            let _ = child.kill();
+            let _ = child.wait();
+            return None;
+        }
+        std::thread::sleep(LOOK_AGAIN);
+    }
+    let mut lines = Vec::new();
+    child.stdout?.read_to_end(&mut lines).ok()?;
+    Some(String::from_utf8_lossy(&lines).into_owned())
 }

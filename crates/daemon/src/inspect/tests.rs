@@ -483,3 +483,43 @@ proptest! {
         let _ = parse(&args, &Names::default());
     }
 }
+
+/// The name server answers for some addresses, and never for others.
+#[test]
+fn names_that_nobody_tells_do_not_hold_up_the_rest() {
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::time::{Duration, Instant};
+
+    let getent = std::env::temp_dir().join(format!("ipvs-proxy-getent-{}", std::process::id()));
+    let script = "#!/bin/sh\n\
+        [ \"$1\" = -s ] && { echo 10.0.0.1 of-file; exit; }\n\
+        shift\n\
+        for address; do case $address in\n\
+            10.0.0.2) echo 10.0.0.2 of-dns;;\n\
+            10.0.1.*) exec sleep 600;;\n\
+        esac; done\n";
+    let text = getent.with_extension("text");
+    std::fs::write(&text, script).unwrap();
+    std::fs::set_permissions(&text, std::fs::Permissions::from_mode(0o755)).unwrap();
+    // What this process has open for writing can't be run.
+    let copied = std::process::Command::new("cp")
+        .arg(&text)
+        .arg(&getent)
+        .status();
+    assert!(copied.unwrap().success());
+    let address = |text: String| text.parse::<IpAddr>().unwrap();
+    let known = [1, 2].map(|n| address(format!("10.0.0.{n}")));
+    let silent = (0..200).map(|n| address(format!("10.0.1.{n}")));
+    let addresses = known.into_iter().chain(silent).collect();
+    let started = Instant::now();
+    let deadline = started + Duration::from_secs(3);
+    let names = Names::default().with_hosts_of(&getent, &addresses, deadline);
+    std::fs::remove_file(&getent).unwrap();
+    std::fs::remove_file(&text).unwrap();
+    assert!(
+        started.elapsed() < Duration::from_secs(20),
+        "one deadline over all"
+    );
+    let names = ["10.0.0.1", "10.0.0.2", "10.0.1.7"].map(|text| names.host(text.parse().unwrap()));
+    assert_eq!(names, [Some("of-file"), Some("of-dns"), None]);
+}

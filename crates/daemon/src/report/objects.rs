@@ -76,9 +76,7 @@ impl Reports {
                 [&object, &refusal.field, &refusal.value, &reason].map(|text| in_a_line(text));
             let count = (count > 1).then_some(count);
             say!(say, warn, place, object, %field, %value, %reason, count, "refused a part of an object");
-            if say != Say::Nothing {
-                self.find(Finding::from(&refusal));
-            }
+            self.find(say, Finding::from(&refusal));
         }
     }
 
@@ -121,9 +119,7 @@ impl Reports {
             let say = self.about(Topic::Conflict, &object, &winner, now);
             say!(say, warn, service = %loser, %winner, virtual_server = %first.key, virtual_servers,
                 "not served: a Service that comes first has it");
-            if say != Say::Nothing {
-                self.find(Finding::from(&first));
-            }
+            self.find(say, Finding::from(&first));
         }
     }
 
@@ -160,7 +156,7 @@ impl Reports {
             say!(say, warn, service, %op, error = %failure, count, "failed; will be tried again");
             if now.saturating_duration_since(since) >= FAILS_LONG {
                 let finding = Finding::failed(name, op.to_string(), &failure.text);
-                self.find(Finding { cause, ..finding });
+                self.find(say, Finding { cause, ..finding });
             }
         }
     }

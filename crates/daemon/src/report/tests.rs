@@ -263,7 +263,7 @@ fn an_endpoint_that_the_kernel_refuses_on_a_thousand_ports_is_one_line_for_all_t
     );
     assert_eq!(lines[1], "INFO applied ops=0 failed=1000 took_ms=0");
     let mut found = 0;
-    for minutes in 1..=24 * 60 {
+    for minutes in 1..=60 {
         log.now += Duration::from_secs(60);
         let failed = ops.iter().map(|(op, f)| (Some(&service), op, f));
         log.reports.failed(failed.clone(), log.now);
@@ -273,10 +273,10 @@ fn an_endpoint_that_the_kernel_refuses_on_a_thousand_ports_is_one_line_for_all_t
         found += 1;
         assert_eq!(fail(&mut log, &service, &ops[..500]), [""; 0], "{minutes}");
     }
-    assert_eq!(found, 24 * 60);
+    assert_eq!(found, 60);
     // It is over, once.
     let over = |log: &mut Log| log.says(|reports, now| reports.still_fail([].into_iter(), now));
-    let line = "INFO no longer fails service=\"default/web\" failures=2881 after_s=86400";
+    let line = "INFO no longer fails service=\"default/web\" failures=121 after_s=3600";
     assert_eq!(over(&mut log), [line]);
     assert_eq!(over(&mut log), [""; 0]);
     // What fails now and then is told at its first time.

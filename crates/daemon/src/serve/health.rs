@@ -209,7 +209,8 @@ impl Health {
         };
         let base = self.base_failing.map(|m| {
             (
-                "sets, rules or the link can't be read or written".to_owned(),
+                "sets, rules or the link can't be read or written, or a module is missing"
+                    .to_owned(),
                 m.wall,
             )
         });

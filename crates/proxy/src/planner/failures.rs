@@ -18,6 +18,8 @@ struct Pause {
     /// When the pause is over; `None` while it is tried again.
     until: Option<Instant>,
     group: Group,
+    /// It fails for what the node lacks, not for what the object says.
+    of_node: bool,
 }
 
 /// The keys whose last op failed.
@@ -41,7 +43,7 @@ impl Failures {
     }
 
     /// Notes that an op failed just now.
-    pub(super) fn note(&mut self, key: Key, group: Group, now: Instant) {
+    pub(super) fn note(&mut self, key: Key, group: Group, of_node: bool, now: Instant) {
         let failed = self.pauses.get(&key);
         let since = failed.map_or(now, |pause| pause.since);
         let attempts = failed.map_or(0, |pause| pause.attempts);
@@ -54,6 +56,7 @@ impl Failures {
             attempts: attempts + 1,
             until: Some(until),
             group,
+            of_node,
         };
         self.pauses.insert(key, pause);
     }
@@ -97,6 +100,13 @@ impl Failures {
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (&Key, Instant)> {
         self.pauses.iter().map(|(key, pause)| (key, pause.since))
+    }
+
+    /// Since when the first key fails of these: those that this picks, and those that fail for what the node lacks.
+    pub(super) fn first_of_node(&self, also: impl Fn(&Key) -> bool) -> Option<Instant> {
+        let counts = |(key, pause): &(&Key, &Pause)| pause.of_node || also(key);
+        let first = self.pauses.iter().filter(counts);
+        first.map(|(_, pause)| pause.since).min()
     }
 
     pub(super) fn since(&self, key: &Key) -> Option<Instant> {

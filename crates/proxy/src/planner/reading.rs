@@ -104,7 +104,7 @@ impl Planner {
     pub fn note_unread(&mut self, key: Key, now: Instant) {
         if !self.started.contains(&key) {
             self.unread.insert(key, false);
-            self.failures.note(key, BASE, now);
+            self.failures.note(key, BASE, false, now);
             self.pending.moved();
         }
     }

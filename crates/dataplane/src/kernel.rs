@@ -689,7 +689,7 @@ pub(crate) fn change_set(
         .unwrap_or(Err(ipset_rs::Error::Overrun))
 }
 
-pub(crate) fn create(set: Set) -> Change {
+fn create(set: Set) -> Change {
     Change::Create(ipset_rs::SetSpec::new(set.name(), set.kind()))
 }
 

@@ -323,6 +323,60 @@ impl Ruleset {
         present
     }
 
+    /// The input for `iptables-restore --noflush` that makes what the host has of the ruleset look into another set, in
+    /// one step for each table. Empty when nothing of it names the set.
+    #[must_use]
+    pub fn other_set_text(&self, present: &Present, set: &str, other: &str) -> String {
+        let renamed = |rule: &String| {
+            let mut words = words(rule);
+            for n in 1..words.len() {
+                if let Some([option, name]) = words.get_mut(n - 1..=n)
+                    && SET_OPTIONS.contains(option)
+                    && *name == set
+                {
+                    *name = other;
+                }
+            }
+            words.join(" ")
+        };
+        let names = |rules: &Vec<String>| rules.iter().any(|rule| renamed(rule) != *rule);
+        let mut text = String::new();
+        for (table, theirs) in &present.0 {
+            let chains: Vec<_> = theirs
+                .chains
+                .iter()
+                .filter(|(_, rules)| names(rules))
+                .collect();
+            let jumps: Vec<_> = theirs
+                .jumps
+                .iter()
+                .filter(|(_, rules)| names(rules))
+                .collect();
+            if chains.is_empty() && jumps.is_empty() {
+                continue;
+            }
+            line(&mut text, format_args!("*{table}"));
+            for (chain, _) in &chains {
+                line(&mut text, format_args!(":{chain} - [0:0]"));
+            }
+            for (chain, rules) in chains {
+                for rule in rules {
+                    line(&mut text, format_args!("-A {chain} {}", renamed(rule)));
+                }
+            }
+            for (from, rules) in jumps {
+                for rule in rules {
+                    line(&mut text, format_args!("-D {from} {rule}"));
+                }
+                for rule in rules.iter().rev() {
+                    line(&mut text, format_args!("-I {from} 1 {}", renamed(rule)));
+                }
+            }
+            line(&mut text, format_args!("COMMIT"));
+        }
+        text
+    }
+
     /// The first rule in what `iptables-save` prints that names a set and is not in a chain of ours
     /// nor goes to one, with the table's name.
     pub(crate) fn other_rule_of_set(&self, saved: &str, set: &str) -> Option<(String, String)> {
@@ -969,6 +1023,36 @@ COMMIT
             COMMIT
         "#]]
         .assert_eq(&rules().save_text());
+    }
+
+    #[test]
+    fn rules_look_into_another_set() {
+        let set = "-m set --match-set MY-SET dst";
+        let saved = COMPLETE
+            .replace(
+                "-A INPUT -j KUBE-A\n",
+                &format!("-A INPUT {set} -j KUBE-A\n"),
+            )
+            .replace(
+                "-A KUBE-B -j RETURN\n",
+                &format!("-A KUBE-B {set} -j RETURN\n-A KUBE-B -j DROP\n"),
+            )
+            .replace("-A INPUT -p tcp\n", &format!("-A INPUT {set} -j DROP\n"));
+        let text = rules().other_set_text(&rules().present(&saved), "MY-SET", "NEW");
+        expect![[r#"
+            *filter
+            :KUBE-B - [0:0]
+            -A KUBE-B -m set --match-set NEW dst -j RETURN
+            -A KUBE-B -j DROP
+            -D INPUT -m set --match-set MY-SET dst -j KUBE-A
+            -D INPUT -j KUBE-B
+            -I INPUT 1 -j KUBE-B
+            -I INPUT 1 -m set --match-set NEW dst -j KUBE-A
+            COMMIT
+        "#]]
+        .assert_eq(&text);
+        let none = rules().other_set_text(&rules().present(COMPLETE), "MY-SET", "NEW");
+        assert_eq!(none, "");
     }
 
     #[test]

@@ -198,23 +198,26 @@ fn a_set_of_another_type_is_replaced_while_others_go_on() {
     node.enter(|| {
         let mut kernel = open().detach_rules(|| ()).unwrap();
         node.tool("ipset create KUBE-CLUSTER-IP hash:ip");
+        // What a crash left while another set was replaced.
+        node.tool("ipset create KUBE-IPVS-REPLACING hash:ip,port");
+        node.tool("ipset add KUBE-IPVS-REPLACING 192.0.2.1,tcp:80");
         let replace = Op::Update(Key::Set(SET), Value::Present);
         let other = Op::Add(Key::Link, Value::Present);
-        let _lock = {
-            // Its rules have to go first, for which the lock is needed.
-            node.tool("iptables-legacy -N KUBE-FORWARD");
-            Lock::take()
-        };
+        let lock = Lock::take();
         let outcomes = kernel.apply(&[replace.clone(), other]);
         assert_eq!(outcomes, [Outcome::Started, Outcome::Done]);
-        drop(_lock);
+        drop(lock);
         wait_until("it is replaced", || {
             kernel
                 .finished()
                 .contains(&Finished::Op(replace.clone(), Outcome::Done))
         });
-        let list = node.tool("ipset list -t KUBE-CLUSTER-IP");
-        assert!(list.contains("hash:ip,port"), "{list}");
+        let sets = node.tool("ipset save");
+        assert!(
+            sets.starts_with("create KUBE-CLUSTER-IP hash:ip,port "),
+            "{sets}"
+        );
+        assert_eq!(sets.lines().count(), 1, "{sets}");
     });
 }
 

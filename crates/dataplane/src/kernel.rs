@@ -118,6 +118,7 @@ impl Kernel {
             own: own_rules.clone(),
             netfilter: netfilter()?,
             ipset: ipset_rs::Client::open()?,
+            replaced: None,
         };
         Ok(Kernel {
             ipvs,

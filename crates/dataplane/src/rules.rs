@@ -28,6 +28,8 @@ pub(crate) struct Rules {
     pub(crate) own: OwnRules,
     pub(crate) netfilter: Socket,
     pub(crate) ipset: ipset_rs::Client,
+    /// The set for which [`REPLACING`] stands, where rules still look into that after a failure.
+    pub(crate) replaced: Option<Set>,
 }
 
 /// How the kernel's rules compare with wanted ones, a line for each difference.
@@ -135,6 +137,13 @@ impl Rules {
             return outcome;
         }
         let (old, new) = (set.name(), replacing());
+        // It is of another set, or of a process before.
+        if self.replaced != Some(set)
+            && let Err(outcome) = done(self.destroy_by_name(set, new))
+        {
+            return outcome;
+        }
+        self.replaced = Some(set);
         let done = self.fill(set, new).and_then(|()| {
             self.look_into(set.family, old, new)?;
             done(self.destroy(set))?;
@@ -142,8 +151,11 @@ impl Rules {
             self.look_into(set.family, new, old)
         });
         // Nothing looks into it any more, or all of it is tried again.
-        if let Outcome::Failed(error) = self.destroy_by_name(set, new) {
-            tracing::warn!(set = REPLACING, %error, "a temporary set could not be removed");
+        match self.destroy_by_name(set, new) {
+            Outcome::Failed(error) => {
+                tracing::warn!(set = REPLACING, %error, "a temporary set could not be removed");
+            }
+            _ => self.replaced = None,
         }
         match done {
             Ok(()) => Outcome::Done,
@@ -179,8 +191,8 @@ impl Rules {
     fn look_into(&mut self, family: Family, from: SetName, to: SetName) -> Result<(), Outcome> {
         for (_, rules) in rules::by_table(&Config::default(), family) {
             let written = match self.tools.present(&rules) {
-                // It has no rules that look into anything.
-                Err(Error::NoTable { .. }) => Ok(()),
+                // It has no rules of ours, or the set can't be destroyed, which says so.
+                Err(Error::NoTable { .. } | Error::Incompatible { .. }) => Ok(()),
                 Err(error) => Err(error),
                 Ok(present) => {
                     let text = rules.other_set_text(&present, from.as_str(), to.as_str());

@@ -29,12 +29,12 @@ fn web() -> String {
 struct Tools(PathBuf);
 
 impl Tools {
-    /// In it, `iptables-legacy-save` is this script first.
-    fn with(name: &str, script: &str) -> Tools {
+    /// In it, a tool is this script first.
+    fn with(name: &str, tool: &str, script: &str) -> Tools {
         let folder = std::env::temp_dir().join(format!("tools-{name}-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
-        let file = folder.join("iptables-legacy-save");
-        let text = format!("#!/bin/sh\n{script}\nexec /usr/sbin/iptables-legacy-save \"$@\"\n");
+        let file = folder.join(tool);
+        let text = format!("#!/bin/sh\n{script}\nexec /usr/sbin/{tool} \"$@\"\n");
         fs::write(&file, text).unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
         Tools(folder)
@@ -76,6 +76,7 @@ fn a_table_that_iptables_cannot_show_stops_nothing_else() {
     assert!(daemon.stop().success());
     let incompatible = Tools::with(
         "incompatible",
+        "iptables-legacy-save",
         "case \"$*\" in *filter*) echo '# Table `filter'\"'\"' is incompatible, use '\"'\"'nft'\"'\"' tool.'; exit;; esac",
     );
     let folder = manifests.path().to_str().unwrap();
@@ -127,7 +128,11 @@ fn a_table_that_iptables_cannot_show_stops_nothing_else() {
 #[test]
 fn a_tool_that_hangs_is_no_longer_waited_for() {
     let node = Namespace::new();
-    let hanging = Tools::with("hanging", "case \"$*\" in *nat*) sleep 1000;; esac");
+    let hanging = Tools::with(
+        "hanging",
+        "iptables-legacy-save",
+        "case \"$*\" in *nat*) sleep 1000;; esac",
+    );
     let started = Instant::now();
     let output = ask(
         &node,
@@ -147,6 +152,25 @@ fn a_tool_that_hangs_is_no_longer_waited_for() {
         "{:?}",
         started.elapsed()
     );
+}
+
+#[test]
+fn a_back_end_that_hangs_is_not_in_use() {
+    let node = Namespace::new();
+    for (tool, hang) in [
+        ("iptables-nft", ""),
+        ("iptables-nft-save", "exec 2>&1; yes;"),
+    ] {
+        let hanging = Tools::with(tool, tool, &format!("{hang} sleep 1000"));
+        let started = Instant::now();
+        let output = ask(&node, Some(&hanging), &["cleanup"]);
+        assert_eq!(output.status.code(), Some(0), "{tool}: {output:?}");
+        assert!(
+            started.elapsed() < Duration::from_secs(12),
+            "{tool}: {:?}",
+            started.elapsed()
+        );
+    }
 }
 
 #[test]

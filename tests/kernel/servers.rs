@@ -21,7 +21,8 @@ pub(crate) const SET: Set = Set {
     role: Role::ClusterIp,
 };
 
-fn vip(number: u8) -> Ipv4Addr {
+/// The VIP of [`server`].
+pub(crate) fn vip(number: u8) -> Ipv4Addr {
     Ipv4Addr::new(10, 96, 0, number)
 }
 

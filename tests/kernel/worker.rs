@@ -3,23 +3,27 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::{Child, Command};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
+use std::thread;
 use std::time::{Duration, Instant};
 
+use ipset_rs::{Entry, SetType};
 use ipvs_netlink::VirtualServerKey;
 use ipvs_proxy_core::op::{
     Dataplane as _, Failure, FailureKind, Finished, Glance, Op, Outcome, Reading,
 };
 use ipvs_proxy_core::plan::{Config, base};
-use ipvs_proxy_core::state::{Key, Set, State, Value};
+use ipvs_proxy_core::state::{Key, Role, Set, State, Value};
 use ipvs_proxy_dataplane::kernel::Kernel;
-use ipvs_proxy_iptables::{Choice, Table};
+use ipvs_proxy_iptables::{Backend, Choice, Table, Tools};
 use ipvs_proxy_netlink::Family;
 use tests::daemon::wait_until;
 use tests::netns::Namespace;
 
-use crate::servers::{SET, adds, server};
+use crate::servers::{SET, adds, server, vip};
 
 /// The lock of iptables-legacy, held by somebody else.
 struct Lock(Child);
@@ -142,6 +146,21 @@ fn the_lock_of_iptables_holds_up_rules_alone() {
     });
 }
 
+#[test]
+fn the_back_end_is_found_while_the_lock_is_held() {
+    Namespace::new().enter(|| {
+        let _lock = Lock::take();
+        let started = Instant::now();
+        let tools = Tools::find(Choice::Auto).unwrap();
+        assert_eq!(tools.backend(), Backend::Legacy);
+        assert!(
+            started.elapsed() < Duration::from_secs(3),
+            "{:?}",
+            started.elapsed()
+        );
+    });
+}
+
 /// How many programs of these tools run.
 fn restores() -> usize {
     let of_tools = |process: &fs::DirEntry| {
@@ -179,23 +198,100 @@ fn a_set_of_another_type_is_replaced_while_others_go_on() {
     node.enter(|| {
         let mut kernel = open().detach_rules(|| ()).unwrap();
         node.tool("ipset create KUBE-CLUSTER-IP hash:ip");
+        // What a crash left while another set was replaced.
+        node.tool("ipset create KUBE-IPVS-REPLACING hash:ip,port");
+        node.tool("ipset add KUBE-IPVS-REPLACING 192.0.2.1,tcp:80");
         let replace = Op::Update(Key::Set(SET), Value::Present);
         let other = Op::Add(Key::Link, Value::Present);
-        let _lock = {
-            // Its rules have to go first, for which the lock is needed.
-            node.tool("iptables-legacy -N KUBE-FORWARD");
-            Lock::take()
-        };
+        let lock = Lock::take();
         let outcomes = kernel.apply(&[replace.clone(), other]);
         assert_eq!(outcomes, [Outcome::Started, Outcome::Done]);
-        drop(_lock);
+        drop(lock);
         wait_until("it is replaced", || {
             kernel
                 .finished()
                 .contains(&Finished::Op(replace.clone(), Outcome::Done))
         });
-        let list = node.tool("ipset list -t KUBE-CLUSTER-IP");
-        assert!(list.contains("hash:ip,port"), "{list}");
+        let sets = node.tool("ipset save");
+        assert!(
+            sets.starts_with("create KUBE-CLUSTER-IP hash:ip,port "),
+            "{sets}"
+        );
+        assert_eq!(sets.lines().count(), 1, "{sets}");
+    });
+}
+
+#[test]
+fn no_port_of_a_vip_reaches_the_host_while_a_set_is_replaced() {
+    let node = Namespace::new();
+    node.enter(|| {
+        tests::netns::loopback_up().unwrap();
+        let mut kernel = open();
+        let mut wanted = base(&v4());
+        wanted.extend(server(1, 2));
+        let vips = Set {
+            family: Family::V4,
+            role: Role::IpvsIps,
+        };
+        let guard = Key::Entry(vips, Entry::Ip(vip(1).into()));
+        wanted.insert(guard, Value::Present);
+        let ops = adds(&wanted);
+        assert!(
+            kernel
+                .apply(&ops)
+                .iter()
+                .all(|outcome| *outcome == Outcome::Done)
+        );
+        // The host listens on all addresses.
+        let _host = TcpListener::bind("0.0.0.0:2222").unwrap();
+        let connect =
+            |to: Ipv4Addr| TcpStream::connect_timeout(&(to, 2222).into(), Duration::from_secs(5));
+        connect(Ipv4Addr::LOCALHOST).unwrap();
+        connect(vip(1)).unwrap_err();
+
+        let before =
+            node.tool("iptables-legacy-save -t filter") + &node.tool("iptables-legacy-save -t nat");
+        let rules = |text: &str| -> Vec<String> {
+            text.lines()
+                .filter(|line| line.starts_with("-A"))
+                .map(str::to_owned)
+                .collect()
+        };
+        let others =
+            Set::all(Family::V4).filter(|set| *set != vips && set.kind() != SetType::BitmapPort);
+        for set in [vips].into_iter().chain(others) {
+            // While rules look into it, the kernel lets only a set of its type take its place.
+            let name = set.name();
+            node.tool(&format!("ipset create ODD {} counters", set.kind().name()));
+            node.tool(&format!("ipset swap ODD {name}"));
+            node.tool("ipset destroy ODD");
+            if set == vips {
+                node.tool(&format!("ipset add {name} {}", vip(1)));
+            }
+            let odd = kernel.read(&State::new()).unwrap();
+            assert_eq!(odd[&Key::Set(set)], Value::OddSet);
+            let done = AtomicBool::new(false);
+            thread::scope(|scope| {
+                let tries = scope.spawn(|| {
+                    let mut tries = 0;
+                    while !done.load(Ordering::Relaxed) {
+                        connect(vip(1)).unwrap_err();
+                        tries += 1;
+                    }
+                    tries
+                });
+                let replaced = kernel.apply(&[Op::Update(Key::Set(set), Value::Present)]);
+                done.store(true, Ordering::Relaxed);
+                assert_eq!(replaced, [Outcome::Done], "{name}");
+                assert!(tries.join().unwrap() > 10, "{name}");
+            });
+            let now = kernel.read(&State::new()).unwrap();
+            assert_eq!(now[&Key::Set(set)], Value::Present);
+        }
+        let after =
+            node.tool("iptables-legacy-save -t filter") + &node.tool("iptables-legacy-save -t nat");
+        assert_eq!(rules(&after), rules(&before));
+        assert!(!node.tool("ipset list -n").contains("REPLACING"));
     });
 }
 

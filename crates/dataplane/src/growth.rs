@@ -17,6 +17,8 @@ use ipset_rs::{Change, Client, Entry, Error, SetName, SetSpec};
 use ipvs_proxy_core::state::Set;
 use ipvs_proxy_netlink::Causes;
 
+use crate::rules;
+
 /// The set that is there while another one grows, and after a crash in that moment.
 pub const GROWING: &str = "KUBE-IPVS-GROWING";
 
@@ -62,12 +64,14 @@ pub(crate) fn grow(ipset: &mut Client, set: Set, more: &BTreeSet<Entry>) -> Resu
 
 /// Removes what a crash left behind; whether there was any.
 pub(crate) fn remove_leftover(ipset: &mut Client) -> Result<bool, Error> {
-    let name = growing();
-    let found = ipset.list_headers()?.iter().any(|set| set.name == name);
-    if found {
-        all(ipset, &[Change::Destroy(name)])?;
-    }
-    Ok(found)
+    let names = [growing(), rules::replacing()];
+    let there = ipset.list_headers()?.into_iter().map(|set| set.name);
+    let left: Vec<Change> = there
+        .filter(|name| names.contains(name))
+        .map(Change::Destroy)
+        .collect();
+    all(ipset, &left)?;
+    Ok(!left.is_empty())
 }
 
 fn swap(ipset: &mut Client, new: SetName, old: SetName) -> Result<(), Error> {

@@ -117,6 +117,7 @@ impl Kernel {
             own: own_rules.clone(),
             netfilter: netfilter()?,
             ipset: ipset_rs::Client::open()?,
+            replaced: None,
         };
         Ok(Kernel {
             ipvs,
@@ -695,7 +696,7 @@ pub(crate) fn change_set(
         .unwrap_or(Err(ipset_rs::Error::Overrun))
 }
 
-pub(crate) fn create(set: Set) -> Change {
+fn create(set: Set) -> Change {
     Change::Create(ipset_rs::SetSpec::new(set.name(), set.kind()))
 }
 

@@ -52,7 +52,8 @@ pub(crate) fn outcome_of_link(result: Result<(), LinkError>) -> Outcome {
         Some(NetlinkError::Kernel(refusal)) if refusal.code == ENODEV => FailureKind::Drift,
         Some(NetlinkError::Kernel(refusal)) => kind_of_errno(refusal.code),
         Some(error) => kind_of_transport(error),
-        None => FailureKind::Refused,
+        // There are no dummy links, or another link has the name.
+        None => FailureKind::Node,
     };
     failed(kind, &Causes(&error))
 }

@@ -4,15 +4,16 @@ use std::collections::BTreeMap;
 use std::thread;
 use std::time::Duration;
 
-use ipset_rs::Change;
+use ipset_rs::{Change, Entry, SetName, SetSpec};
 use ipvs_proxy_core::op::{Failure, FailureKind, Op, Outcome, ReadError};
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::rules;
-use ipvs_proxy_core::state::{Key, Set, Value};
+use ipvs_proxy_core::state::{Key, Role, Set, Value};
 use ipvs_proxy_iptables::{Backend, Error, Present, Ruleset, Tools};
 use ipvs_proxy_netlink::{Family, Socket};
 
-use crate::kernel::{change_set, create};
+use crate::kernel::change_set;
+use crate::links::Links;
 use crate::notices::OwnRules;
 use crate::outcomes::{failed, outcome_of_set, unread};
 
@@ -27,6 +28,8 @@ pub(crate) struct Rules {
     pub(crate) own: OwnRules,
     pub(crate) netfilter: Socket,
     pub(crate) ipset: ipset_rs::Client,
+    /// The set for which [`REPLACING`] stands, where rules still look into that after a failure.
+    pub(crate) replaced: Option<Set>,
 }
 
 /// How the kernel's rules compare with wanted ones, a line for each difference.
@@ -83,13 +86,18 @@ impl Rules {
         }
     }
 
-    /// Destroys a set that was in use a moment ago. nf_tables lets go of the sets of deleted rules
-    /// a little later; a rule of other software does not.
+    /// Destroys a set of ours that was in use a moment ago.
     pub(crate) fn destroy(&mut self, set: Set) -> Outcome {
+        self.destroy_by_name(set, set.name())
+    }
+
+    /// Destroys a set, or what stands for it. nf_tables lets go of the sets of deleted rules a little later; a rule
+    /// of other software does not.
+    fn destroy_by_name(&mut self, set: Set, name: SetName) -> Outcome {
         let op = Op::Remove(Key::Set(set));
         let mut left = BUSY_ATTEMPTS;
         loop {
-            let destroyed = change_set(&mut self.ipset, Change::Destroy(set.name()));
+            let destroyed = change_set(&mut self.ipset, Change::Destroy(name));
             let outcome = outcome_of_set(&op, destroyed);
             left -= 1;
             match outcome {
@@ -122,30 +130,93 @@ impl Rules {
     }
 
     /// Puts a set of ours in the place of one of another type. A set can't go while rules look into
-    /// it, so the family's rules go as well, and the caller puts them back.
+    /// it, so they look into a third one meanwhile: there is no moment in which the addresses of the dummy link are
+    /// not filtered.
     pub(crate) fn replace(&mut self, set: Set) -> Outcome {
         if let Some(outcome) = self.in_use(set) {
             return outcome;
         }
-        for (table, _) in rules::by_table(&Config::default(), set.family) {
-            let outcome = self.apply(&Op::Remove(Key::Rules(set.family, table)));
-            if outcome != Outcome::Done {
-                return outcome;
-            }
+        let (old, new) = (set.name(), replacing());
+        // It is of another set, or of a process before.
+        if self.replaced != Some(set)
+            && let Err(outcome) = done(self.destroy_by_name(set, new))
+        {
+            return outcome;
         }
-        let outcome = match self.destroy(set) {
-            Outcome::Done => {
-                let op = Op::Add(Key::Set(set), Value::Present);
-                outcome_of_set(&op, change_set(&mut self.ipset, create(set)))
+        self.replaced = Some(set);
+        let done = self.fill(set, new).and_then(|()| {
+            self.look_into(set.family, old, new)?;
+            done(self.destroy(set))?;
+            self.fill(set, old)?;
+            self.look_into(set.family, new, old)
+        });
+        // Nothing looks into it any more, or all of it is tried again.
+        match self.destroy_by_name(set, new) {
+            Outcome::Failed(error) => {
+                tracing::warn!(set = REPLACING, %error, "a temporary set could not be removed");
             }
-            failed => failed,
-        };
-        match outcome {
-            Outcome::Done | Outcome::Started => Outcome::Done,
-            // The rules are gone: the kernel is not as it was.
-            Outcome::Failed(failure) => failed(FailureKind::Drift, &failure),
+            _ => self.replaced = None,
+        }
+        match done {
+            Ok(()) => Outcome::Done,
+            Err(outcome) => outcome,
         }
     }
+
+    /// Makes a set of this name, with the entries that are known: of a set of ours with other options those
+    /// that it has, else the addresses of the dummy link, where the set holds these.
+    fn fill(&mut self, set: Set, name: SetName) -> Result<(), Outcome> {
+        let op = Op::Add(Key::Set(set), Value::Present);
+        let entries = match [replacing(), set.name()].map(|from| self.ipset.list(&from)) {
+            [Ok((_, entries)), _] => entries,
+            [_, Ok((there, entries))] if there.kind == Some(set.kind()) => entries,
+            _ if set.role == Role::IpvsIps => {
+                let addresses = Links::open().and_then(|mut links| links.addresses());
+                let (vips, _) = addresses.map_err(|e| failed(FailureKind::Busy, &e))?;
+                let ours = vips
+                    .into_iter()
+                    .filter(|vip| Family::of(*vip) == set.family);
+                ours.map(Entry::Ip).collect()
+            }
+            _ => Vec::new(),
+        };
+        let mut changes = vec![Change::Create(SetSpec::new(name, set.kind()))];
+        changes.extend(entries.into_iter().map(|entry| Change::Add(name, entry)));
+        let results = self.ipset.change(&changes);
+        let made: Result<(), ipset_rs::Error> = results.into_iter().collect();
+        done(outcome_of_set(&op, made))
+    }
+
+    /// Makes the rules of a family look into one set instead of another.
+    fn look_into(&mut self, family: Family, from: SetName, to: SetName) -> Result<(), Outcome> {
+        for (_, rules) in rules::by_table(&Config::default(), family) {
+            let written = match self.tools.present(&rules) {
+                // It has no rules of ours, or the set can't be destroyed, which says so.
+                Err(Error::NoTable { .. } | Error::Incompatible { .. }) => Ok(()),
+                Err(error) => Err(error),
+                Ok(present) => {
+                    let text = rules.other_set_text(&present, from.as_str(), to.as_str());
+                    self.write(family, &text)
+                }
+            };
+            written.map_err(|error| failed(kind(&error), &error))?;
+        }
+        Ok(())
+    }
+}
+
+fn done(outcome: Outcome) -> Result<(), Outcome> {
+    match outcome {
+        Outcome::Done => Ok(()),
+        outcome => Err(outcome),
+    }
+}
+
+/// The set that rules look into while another one is replaced, and after a crash in that moment.
+pub(crate) const REPLACING: &str = "KUBE-IPVS-REPLACING";
+
+pub(crate) fn replacing() -> SetName {
+    REPLACING.parse().expect("the constant is a set name")
 }
 
 /// What a host has of a ruleset; nothing where the kernel has no such table.
@@ -158,9 +229,8 @@ pub(crate) fn present(tools: &Tools, rules: &Ruleset) -> Result<Present, ReadErr
 
 fn kind(error: &Error) -> FailureKind {
     match error {
-        // A person must act.
         Error::Incompatible { .. } | Error::NoTable { .. } | Error::Missing { .. } => {
-            FailureKind::Refused
+            FailureKind::Node
         }
         _ => FailureKind::Busy,
     }

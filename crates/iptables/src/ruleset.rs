@@ -5,32 +5,12 @@ use std::fmt::{self, Write as _};
 
 use ipvs_proxy_netlink::Family;
 
+use self::others::Others;
+
+mod others;
+
 /// The options of the match and the target that name a set.
 const SET_OPTIONS: [&str; 4] = ["--match-set", "--map-set", "--add-set", "--del-set"];
-
-/// Targets that take no packet from the rules behind that these would treat otherwise.
-const PASSING: [&str; 20] = [
-    "AUDIT",
-    "CHECKSUM",
-    "CLASSIFY",
-    "CONNMARK",
-    "CONNSECMARK",
-    "CT",
-    "DROP",
-    "DSCP",
-    "HL",
-    "LOG",
-    "MARK",
-    "MASQUERADE",
-    "NFLOG",
-    "REJECT",
-    "SECMARK",
-    "SET",
-    "SNAT",
-    "TCPMSS",
-    "TRACE",
-    "TTL",
-];
 
 /// A table of iptables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -184,53 +164,6 @@ impl Present {
     }
 }
 
-/// What others have in a table.
-#[derive(Default)]
-struct Others<'a> {
-    /// The built-in chains, and how many rules of others come before the last jump to ours.
-    built_in: BTreeMap<&'a str, usize>,
-    /// The rules by chain, but for our chains and the jumps to them.
-    rules: BTreeMap<&'a str, Vec<&'a str>>,
-}
-
-impl Others<'_> {
-    /// Whether a rule, or a chain that it goes to, may take a new connection from the rules behind. One
-    /// that refuses it does no harm: what is refused does not depend on who is first. One that only
-    /// masquerades does what ours would do at most.
-    fn take_packets<'a>(
-        &'a self,
-        ours: &TableRules,
-        rule: &'a str,
-        built_in: bool,
-        seen: &mut BTreeSet<&'a str>,
-    ) -> bool {
-        let words = words(rule);
-        let old = |pair: &[&str]| match pair {
-            ["!", ..] => false,
-            [_, "--ctstate" | "--state", states] => !states.split(',').any(|state| state == "NEW"),
-            _ => false,
-        };
-        if words.windows(3).any(old) {
-            return false;
-        }
-        match target(rule) {
-            None => false,
-            Some("RETURN") => built_in,
-            Some(target) if PASSING.contains(&target) || ours.owns(target) => false,
-            // Nothing comes back to a chain from which a packet goes for good.
-            Some(_) if built_in && words.contains(&"-g") => true,
-            Some(target) => match self.rules.get(target) {
-                Some(_) if !seen.insert(target) => false,
-                Some(rules) => rules
-                    .iter()
-                    .any(|rule| self.take_packets(ours, rule, false, seen)),
-                // A target that this does not know.
-                None => true,
-            },
-        }
-    }
-}
-
 /// Where a host differs from a [`Ruleset`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Difference {
@@ -321,6 +254,60 @@ impl Ruleset {
         }
         present.note_before(current);
         present
+    }
+
+    /// The input for `iptables-restore --noflush` that makes what the host has of the ruleset look into another set, in
+    /// one step for each table. Empty when nothing of it names the set.
+    #[must_use]
+    pub fn other_set_text(&self, present: &Present, set: &str, other: &str) -> String {
+        let renamed = |rule: &String| {
+            let mut words = words(rule);
+            for n in 1..words.len() {
+                if let Some([option, name]) = words.get_mut(n - 1..=n)
+                    && SET_OPTIONS.contains(option)
+                    && *name == set
+                {
+                    *name = other;
+                }
+            }
+            words.join(" ")
+        };
+        let names = |rules: &Vec<String>| rules.iter().any(|rule| renamed(rule) != *rule);
+        let mut text = String::new();
+        for (table, theirs) in &present.0 {
+            let chains: Vec<_> = theirs
+                .chains
+                .iter()
+                .filter(|(_, rules)| names(rules))
+                .collect();
+            let jumps: Vec<_> = theirs
+                .jumps
+                .iter()
+                .filter(|(_, rules)| names(rules))
+                .collect();
+            if chains.is_empty() && jumps.is_empty() {
+                continue;
+            }
+            line(&mut text, format_args!("*{table}"));
+            for (chain, _) in &chains {
+                line(&mut text, format_args!(":{chain} - [0:0]"));
+            }
+            for (chain, rules) in chains {
+                for rule in rules {
+                    line(&mut text, format_args!("-A {chain} {}", renamed(rule)));
+                }
+            }
+            for (from, rules) in jumps {
+                for rule in rules {
+                    line(&mut text, format_args!("-D {from} {rule}"));
+                }
+                for rule in rules.iter().rev() {
+                    line(&mut text, format_args!("-I {from} 1 {}", renamed(rule)));
+                }
+            }
+            line(&mut text, format_args!("COMMIT"));
+        }
+        text
     }
 
     /// The first rule in what `iptables-save` prints that names a set and is not in a chain of ours
@@ -615,392 +602,4 @@ fn words(rule: &str) -> Vec<&str> {
 }
 
 #[cfg(test)]
-mod tests {
-    use expect_test::expect;
-
-    use super::*;
-
-    fn rules() -> Ruleset {
-        let chain = |name: &str, rules: &[&str]| Chain {
-            name: name.into(),
-            rules: rules.iter().map(|rule| (*rule).into()).collect(),
-        };
-        let jump = |from: &str, rule: &str| Jump {
-            from: from.into(),
-            rule: rule.into(),
-            first: from != "FORWARD",
-        };
-        Ruleset {
-            family: Family::V4,
-            tables: vec![
-                TableRules {
-                    table: Table::Nat,
-                    chains: vec![
-                        chain(
-                            "KUBE-SERVICES",
-                            &["-m addrtype --dst-type LOCAL -j KUBE-NODE-PORT"],
-                        ),
-                        chain("KUBE-NODE-PORT", &[]),
-                    ],
-                    jumps: vec![jump(
-                        "PREROUTING",
-                        "-m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES",
-                    )],
-                },
-                TableRules {
-                    table: Table::Filter,
-                    chains: vec![
-                        chain("KUBE-A", &["-j DROP"]),
-                        chain("KUBE-B", &["-j RETURN"]),
-                    ],
-                    jumps: vec![
-                        jump("INPUT", "-j KUBE-A"),
-                        jump("INPUT", "-j KUBE-B"),
-                        jump("FORWARD", "-g KUBE-B"),
-                    ],
-                },
-            ],
-        }
-    }
-
-    /// What a host with other software's rules holds once ours are in.
-    const COMPLETE: &str = "\
-# Generated by iptables-save v1.8.9 on Mon Nov 30 14:20:57 2026
-*mangle
-:PREROUTING ACCEPT [0:0]
-:KUBE-A - [0:0]
--A PREROUTING -j KUBE-A
-COMMIT
-*nat
-:PREROUTING ACCEPT [12:720]
-:KUBE-NODE-PORT - [0:0]
-:KUBE-SERVICES - [0:0]
-[3:180] -A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES
--A PREROUTING -j DOCKER
--A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT
-COMMIT
-*filter
-:INPUT ACCEPT [0:0]
-:FORWARD DROP [0:0]
-:CNI - [0:0]
-:KUBE-A - [0:0]
-:KUBE-B - [0:0]
--A INPUT -j CNI
--A INPUT -j KUBE-A
--A INPUT -p tcp
--A INPUT -j KUBE-B
--A FORWARD -g KUBE-B
--A CNI -j KUBE-B
--A KUBE-A -j DROP
--A KUBE-B -j RETURN
-COMMIT
-# Completed on Mon Nov 30 14:20:57 2026
-";
-
-    #[test]
-    fn an_empty_host_gets_everything() {
-        expect![[r#"
-            *nat
-            :KUBE-SERVICES - [0:0]
-            :KUBE-NODE-PORT - [0:0]
-            -A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT
-            -I PREROUTING 1 -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
-            COMMIT
-            *filter
-            :KUBE-A - [0:0]
-            :KUBE-B - [0:0]
-            -A KUBE-A -j DROP
-            -A KUBE-B -j RETURN
-            -I FORWARD 1 -g KUBE-B
-            -I INPUT 1 -j KUBE-B
-            -I INPUT 1 -j KUBE-A
-            COMMIT
-        "#]]
-        .assert_eq(&rules().restore_text(&Present::default()));
-        assert!(Present::default().is_empty());
-    }
-
-    #[test]
-    fn a_complete_host_gets_nothing() {
-        let present = rules().present(COMPLETE);
-        assert_eq!(rules().differences(&present), []);
-        assert_eq!(rules().restore_text(&present), "");
-        assert!(!present.is_empty());
-    }
-
-    #[test]
-    fn only_the_table_that_differs_is_written() {
-        let present =
-            rules().present(&COMPLETE.replace("-A KUBE-A -j DROP", "-A KUBE-A -j ACCEPT"));
-        assert_eq!(
-            rules().differences(&present),
-            [Difference::Rules(Table::Filter, "KUBE-A".into())]
-        );
-        expect![[r#"
-            *filter
-            :KUBE-A - [0:0]
-            :KUBE-B - [0:0]
-            -A KUBE-A -j DROP
-            -A KUBE-B -j RETURN
-            COMMIT
-        "#]]
-        .assert_eq(&rules().restore_text(&present));
-    }
-
-    /// What is misplaced when these stand before the jumps, with these chains of others.
-    fn misplaced(chain: &str, rule: &str, more: &str) -> Vec<String> {
-        let line = format!("-A {chain} {rule}\n");
-        let with = |saved: &str, table: &str, line: &str| {
-            saved.replace(&format!("*{table}\n"), &format!("*{table}\n{line}"))
-        };
-        let mut saved = COMPLETE.to_owned();
-        let (table, first) = match chain {
-            "PREROUTING" => ("nat", "[3:180] -A PREROUTING"),
-            "INPUT" => ("filter", "-A INPUT -j CNI"),
-            _ => ("filter", "-A FORWARD -g"),
-        };
-        saved = with(&saved, table, more);
-        saved = saved.replacen(first, &format!("{line}{first}"), 1);
-        let present = rules().present(&saved);
-        assert_eq!(rules().differences(&present), []);
-        rules().misplaced(&present)
-    }
-
-    #[test]
-    fn rules_of_others_before_ours_are_told() {
-        let allow = ":ALLOW - [0:0]\n-A ALLOW -p tcp -m tcp --dport 22 -j ACCEPT\n";
-        let refuse = ":ALLOW - [0:0]\n-A ALLOW -j REJECT\n-A ALLOW -j RETURN\n";
-        let nested = ":ALLOW - [0:0]\n:B - [0:0]\n-A ALLOW -j B\n-A B -j ALLOW\n-A B -j RETURN\n";
-        for (chain, rule, more) in [
-            ("INPUT", "-i cbr0 -j ACCEPT", ""),
-            ("INPUT", "-j RETURN", ""),
-            (
-                "INPUT",
-                "-m conntrack --ctstate NEW,ESTABLISHED -j ACCEPT",
-                "",
-            ),
-            (
-                "INPUT",
-                "-m conntrack ! --ctstate ESTABLISHED -j ACCEPT",
-                "",
-            ),
-            ("INPUT", "-m comment --comment \"-j DROP\" -j ACCEPT", ""),
-            ("INPUT", "-j ALLOW", allow),
-            ("INPUT", "-g ALLOW", refuse),
-            ("INPUT", "-j NFQUEUE --queue-num 1", ""),
-            (
-                "PREROUTING",
-                "-p tcp -m tcp --dport 80 -j DNAT --to-destination 10.0.0.1:80",
-                "",
-            ),
-        ] {
-            let told = misplaced(chain, rule, more);
-            let table = if chain == "INPUT" { "filter" } else { "nat" };
-            let expected = format!("before ours: -t {table} -A {chain} {rule}");
-            assert_eq!(told, [expected], "{more}");
-        }
-        for (chain, rule, more) in [
-            ("INPUT", "-s 192.0.2.1/32 -j DROP", ""),
-            (
-                "INPUT",
-                "-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
-                "",
-            ),
-            ("INPUT", "-j LOG --log-prefix \"-j ACCEPT\"", ""),
-            ("INPUT", "-p tcp", ""),
-            ("INPUT", "-j ALLOW", refuse),
-            ("INPUT", "-j ALLOW", nested),
-            ("INPUT", "-j ALLOW", ":ALLOW - [0:0]\n"),
-            ("FORWARD", "-j ACCEPT", ""),
-        ] {
-            assert_eq!(
-                misplaced(chain, rule, more),
-                [""; 0],
-                "{chain} {rule} {more}"
-            );
-        }
-    }
-
-    #[test]
-    fn misplaced_jumps_come_first_again() {
-        let saved = COMPLETE.replace("-A INPUT -p tcp\n", "-A INPUT -i cbr0 -j ACCEPT\n");
-        let present = rules().present(&saved);
-        // Between two of ours is before the second.
-        let told = "before ours: -t filter -A INPUT -i cbr0 -j ACCEPT";
-        assert_eq!(rules().misplaced(&present), [told]);
-        assert_eq!(rules().differences(&present), []);
-        expect![[r#"
-            *filter
-            :KUBE-A - [0:0]
-            :KUBE-B - [0:0]
-            -A KUBE-A -j DROP
-            -A KUBE-B -j RETURN
-            -D INPUT -j KUBE-A
-            -D INPUT -j KUBE-B
-            -I INPUT 1 -j KUBE-B
-            -I INPUT 1 -j KUBE-A
-            COMMIT
-        "#]]
-        .assert_eq(&rules().restore_text(&present));
-        let behind = saved.replace("-A INPUT -i cbr0 -j ACCEPT\n", "").replace(
-            "-A INPUT -j KUBE-B\n",
-            "-A INPUT -j KUBE-B\n-A INPUT -i cbr0 -j ACCEPT\n",
-        );
-        assert_eq!(rules().restore_text(&rules().present(&behind)), "");
-    }
-
-    #[test]
-    fn duplicates_and_older_variants_of_jumps_go() {
-        let saved = COMPLETE
-            .replace(
-                "-A INPUT -p tcp\n",
-                "-A INPUT -m comment --comment old -j KUBE-A\n",
-            )
-            .replace(
-                "-A FORWARD -g KUBE-B\n",
-                "-A FORWARD -g KUBE-B\n-A FORWARD -g KUBE-B\n",
-            )
-            .replace(":CNI", ":OUTPUT ACCEPT [0:0]\n:CNI")
-            .replace("-A CNI", "-A OUTPUT -j KUBE-A\n-A CNI");
-        let present = rules().present(&saved);
-        assert_eq!(
-            rules().differences(&present),
-            [
-                Difference::Jumps(Table::Filter, "FORWARD".into()),
-                Difference::Jumps(Table::Filter, "INPUT".into()),
-                Difference::Jumps(Table::Filter, "OUTPUT".into()),
-            ]
-        );
-        expect![[r#"
-            *filter
-            :KUBE-A - [0:0]
-            :KUBE-B - [0:0]
-            -A KUBE-A -j DROP
-            -A KUBE-B -j RETURN
-            -D FORWARD -g KUBE-B
-            -D FORWARD -g KUBE-B
-            -I FORWARD 1 -g KUBE-B
-            -D INPUT -j KUBE-A
-            -D INPUT -m comment --comment old -j KUBE-A
-            -D INPUT -j KUBE-B
-            -I INPUT 1 -j KUBE-B
-            -I INPUT 1 -j KUBE-A
-            -D OUTPUT -j KUBE-A
-            COMMIT
-        "#]]
-        .assert_eq(&rules().restore_text(&present));
-    }
-
-    #[test]
-    fn a_missing_chain_is_a_difference() {
-        let saved = COMPLETE.replace(":KUBE-NODE-PORT - [0:0]\n", "");
-        assert_eq!(
-            rules().differences(&rules().present(&saved)),
-            [Difference::NoChain(Table::Nat, "KUBE-NODE-PORT".into())]
-        );
-    }
-
-    #[test]
-    fn removal_keeps_what_others_go_to() {
-        expect![[r#"
-            *nat
-            :KUBE-NODE-PORT - [0:0]
-            :KUBE-SERVICES - [0:0]
-            -D PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
-            -X KUBE-NODE-PORT
-            -X KUBE-SERVICES
-            COMMIT
-            *filter
-            :KUBE-A - [0:0]
-            :KUBE-B - [0:0]
-            -D FORWARD -g KUBE-B
-            -D INPUT -j KUBE-A
-            -D INPUT -j KUBE-B
-            -X KUBE-A
-            COMMIT
-        "#]]
-        .assert_eq(&rules().removal_text(&rules().present(COMPLETE)));
-        assert_eq!(rules().removal_text(&Present::default()), "");
-    }
-
-    #[test]
-    fn targets_are_told_from_comments() {
-        assert_eq!(
-            target("-m comment --comment \"x -j KUBE-A\" -j DROP"),
-            Some("DROP")
-        );
-        assert_eq!(
-            target("-m comment --comment \"a \\\" -j KUBE-A\" -g KUBE-B"),
-            Some("KUBE-B")
-        );
-        assert_eq!(target("-m comment --comment -j -j KUBE-A"), Some("KUBE-A"));
-        assert_eq!(target("-j LOG --log-prefix \"-j KUBE-A\""), Some("LOG"));
-        assert_eq!(target("-p tcp"), None);
-        assert_eq!(target("-j"), None);
-    }
-
-    #[test]
-    fn odd_input_is_skipped() {
-        let odd = "*\n:\n:X\n-A\n-A \n[1:2 -A X\n[] -A KUBE-A\n*filter\n:\n:KUBE-A\n-A KUBE-A\n";
-        let present = rules().present(odd);
-        assert_eq!(
-            rules().removal_text(&present),
-            "*filter\n:KUBE-A - [0:0]\n-X KUBE-A\nCOMMIT\n"
-        );
-    }
-
-    #[test]
-    fn saved_form() {
-        expect![[r#"
-            *nat
-            :KUBE-SERVICES - [0:0]
-            :KUBE-NODE-PORT - [0:0]
-            -A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
-            -A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT
-            COMMIT
-            *filter
-            :KUBE-A - [0:0]
-            :KUBE-B - [0:0]
-            -A INPUT -j KUBE-A
-            -A INPUT -j KUBE-B
-            -A FORWARD -g KUBE-B
-            -A KUBE-A -j DROP
-            -A KUBE-B -j RETURN
-            COMMIT
-        "#]]
-        .assert_eq(&rules().save_text());
-    }
-
-    #[test]
-    fn rules_of_others_that_name_a_set_are_found() {
-        let found = |saved: &str| {
-            let found = rules().other_rule_of_set(saved, "MY-SET");
-            found.map(|(table, rule)| format!("{table} {rule}"))
-        };
-        for not in [
-            "*nat\n-A KUBE-SERVICES -m set --match-set MY-SET dst -j ACCEPT\n",
-            "*filter\n-A INPUT -m set --match-set MY-SET dst -j KUBE-A\n",
-            "*nat\n-A INPUT -m set --match-set MY-SET-2 dst -j ACCEPT\n",
-            "*nat\n-A INPUT -m comment --comment \"--match-set MY-SET\" -j ACCEPT\n",
-            "*nat\n:MY-SET - [0:0]\n-A INPUT -j MY-SET\n",
-        ] {
-            assert_eq!(found(not), None, "{not}");
-        }
-        for (saved, expected) in [
-            (
-                "*nat\n-A A -j B\n*mangle\n[1:2] -A X -m set ! --match-set MY-SET src -j ACCEPT\n",
-                "mangle -A X -m set ! --match-set MY-SET src -j ACCEPT",
-            ),
-            (
-                "*raw\n-A X -j SET --add-set MY-SET src --exist\n",
-                "raw -A X -j SET --add-set MY-SET src --exist",
-            ),
-            (
-                "*mangle\n-A KUBE-SERVICES -j SET --map-set MY-SET dst --map-mark\n",
-                "mangle -A KUBE-SERVICES -j SET --map-set MY-SET dst --map-mark",
-            ),
-        ] {
-            assert_eq!(found(saved).as_deref(), Some(expected));
-        }
-    }
-}
+mod tests;

@@ -695,6 +695,108 @@ fn a_directory_that_became_a_file_is_no_word_on_its_objects() {
     fs::create_dir(&dir.0).unwrap();
 }
 
+/// A directory that lost its mount, or was exchanged for an empty one, is no word on its objects. One whose files were
+/// deleted is, and so is one with other manifests.
+#[test]
+fn another_empty_directory_is_no_word_on_objects() {
+    let dir = Scratch::new("unmounted");
+    let away = Scratch::new("unmounted-away");
+    fs::remove_dir(&away.0).unwrap();
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    let mut source = dir.source();
+    assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
+    fs::rename(&dir.0, &away.0).unwrap();
+    fs::create_dir(&dir.0).unwrap();
+    dir.write("notes.txt", "no manifest");
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!(changes, [] as [&str; 0]);
+    assert!(
+        problems.len() == 1 && problems[0].contains("another directory than before"),
+        "{problems:?}"
+    );
+    assert!(problems[0].ends_with("stays in force"), "{problems:?}");
+    assert_eq!(source.faults(), [dir.0.display().to_string()]);
+    assert!(!source.is_complete());
+    // Said once, and as long as it is so.
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    assert_eq!(source.faults().len(), 1);
+    // Mounted again.
+    fs::rename(&dir.0, dir.0.with_extension("empty")).unwrap();
+    fs::rename(&away.0, &dir.0).unwrap();
+    let mended = format!("{}: is good again", dir.0.display());
+    assert_eq!(outcome(&mut source), (vec![], vec![mended.clone()]));
+    // The empty one again, which is filled by and by.
+    fs::rename(&dir.0, &away.0).unwrap();
+    fs::rename(dir.0.with_extension("empty"), &dir.0).unwrap();
+    assert_eq!(outcome(&mut source).0, [] as [&str; 0]);
+    dir.write("b.yaml", &service_text("b", "10.0.0.2"));
+    assert_eq!(
+        outcome(&mut source),
+        (
+            vec!["-a".to_owned(), "+b 10.0.0.2".to_owned()],
+            vec![mended]
+        )
+    );
+    // Its last file is deleted.
+    fs::remove_file(dir.path("b.yaml")).unwrap();
+    assert_eq!(
+        outcome(&mut source),
+        (vec!["-b".to_owned()], vec![] as Vec<String>)
+    );
+    assert!(source.is_complete());
+}
+
+/// As `git-sync` does it: the path is a link to a directory, which is pointed to another at once.
+#[test]
+fn a_link_to_another_directory_is_taken_when_there_are_manifests() {
+    use std::os::unix::fs::symlink;
+    let dir = Scratch::new("link");
+    for version in ["v1", "v2", "v3"] {
+        fs::create_dir(dir.path(version)).unwrap();
+    }
+    dir.write("v1/a.yaml", &service_text("a", "10.0.0.1"));
+    dir.write("v2/b.yaml", &service_text("b", "10.0.0.2"));
+    let point = |version: &str| {
+        symlink(version, dir.path("next")).unwrap();
+        fs::rename(dir.path("next"), dir.path("now")).unwrap();
+    };
+    point("v1");
+    let mut source = Source::new(vec![dir.path("now")], "n1", true);
+    assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
+    point("v2");
+    assert_eq!(changes(&mut source), ["-a", "+b 10.0.0.2"]);
+    point("v3");
+    assert_eq!(outcome(&mut source).0, [] as [&str; 0]);
+    assert!(!source.is_complete());
+}
+
+/// A ConfigMap that lost its last key is empty, and says so.
+#[test]
+fn a_config_map_without_keys_is_empty() {
+    let dir = Scratch::new("keys");
+    config_map(&dir, "v1", &[("c.yaml", &service_text("c", "10.0.0.1"))]);
+    let mut source = dir.source();
+    assert_eq!(changes(&mut source), ["+c 10.0.0.1"]);
+    config_map(&dir, "v2", &[]);
+    assert_eq!(changes(&mut source), [] as [&str; 0], "its link is there");
+    fs::remove_file(dir.path("c.yaml")).unwrap();
+    assert_eq!(changes(&mut source), ["-c"]);
+    assert!(source.is_complete());
+}
+
+#[test]
+fn a_file_of_absurd_length_is_refused_unread() {
+    let dir = Scratch::new("sparse");
+    dir.write("a.yaml", "");
+    let file = fs::File::options().write(true).open(dir.path("a.yaml"));
+    file.unwrap().set_len(10 << 30).unwrap();
+    let before = Instant::now();
+    let (_, problems) = outcome(&mut dir.source());
+    assert!(problems[0].contains("larger than 256 MiB"), "{problems:?}");
+    let took = before.elapsed();
+    assert!(took < Duration::from_millis(50), "{took:?}");
+}
+
 #[test]
 fn names_forge_no_lines() {
     let text = "apiVersion: v1\nkind: Service\nmetadata: {name: \"x\\nforged \\e[31m\"}\n\

@@ -1,13 +1,15 @@
 //! Services, EndpointSlices and the own Node from a Kubernetes API server.
 //!
 //! One thread of its own follows all three by list and watch: bookmarks, a new list after 410,
-//! back-off with jitter, and a new client when the files behind the old one changed (a renewed
+//! one back-off with jitter for failures of all sorts, and a new client when the files behind the old one changed (a renewed
 //! certificate, another CA, another server). Objects are translated as they arrive and dropped.
 //!
 //! Lists ask for the most recent state (no `resourceVersion`), in pages: an answer from the cache of
 //! one API server among several may be older than what this process acted on before.
 
 mod access;
+mod backoff;
+mod bounded;
 mod counting;
 mod follow;
 mod sent;
@@ -23,6 +25,7 @@ use k8s_openapi::api::discovery::v1::EndpointSlice;
 use crate::translate::{self, Refusal};
 
 pub use access::{Access, AccessError};
+pub use counting::Pauses;
 pub use follow::follow;
 pub(crate) use follow::in_a_line;
 

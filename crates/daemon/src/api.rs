@@ -19,9 +19,8 @@ use std::time::SystemTime;
 
 use ipvs_proxy_core::model::{Change, ObjectName};
 use ipvs_proxy_netlink::Family;
-use k8s_openapi::api::core::v1::{Node, Service};
-use k8s_openapi::api::discovery::v1::EndpointSlice;
 
+use crate::objects::{EndpointSlice, Node, Service};
 use crate::translate::{self, Refusal};
 
 pub use access::{Access, AccessError};
@@ -51,6 +50,23 @@ impl Kind {
             Kind::Services => "services",
             Kind::EndpointSlices => "endpointslices",
             Kind::Node => "nodes",
+        }
+    }
+
+    /// The kind of its objects.
+    fn object(self) -> &'static str {
+        match self {
+            Kind::Services => "Service",
+            Kind::EndpointSlices => "EndpointSlice",
+            Kind::Node => "Node",
+        }
+    }
+
+    /// The group of the API that its objects are of.
+    fn group(self) -> &'static str {
+        match self {
+            Kind::Services | Kind::Node => "",
+            Kind::EndpointSlices => "discovery.k8s.io",
         }
     }
 }
@@ -95,18 +111,9 @@ pub struct NodeFacts {
 
 /// The taint by which the cluster's autoscaler says that it removes a node.
 const REMOVAL_TAINT: &str = "ToBeDeletedByClusterAutoscaler";
-/// When what an EndpointSlice says happened, RFC 3339.
-const ANNOTATION_TRIGGER: &str = "endpoints.kubernetes.io/last-change-trigger-time";
 
 /// An object of a kind that is followed.
-trait Followed:
-    kube::Resource<DynamicType = ()>
-    + Clone
-    + serde::de::DeserializeOwned
-    + std::fmt::Debug
-    + Send
-    + 'static
-{
+trait Followed: Clone + serde::de::DeserializeOwned + std::fmt::Debug + Send + 'static {
     const KIND: Kind;
 
     /// Adds what the object says now to the news.
@@ -138,8 +145,8 @@ impl Followed for EndpointSlice {
         let translated = translate::slice(self, node_name);
         news.refusals.extend(translated.refusals);
         let annotations = self.metadata.annotations.as_ref();
-        let trigger = annotations.and_then(|a| a.get(ANNOTATION_TRIGGER));
-        let trigger = trigger.and_then(|text| translate::parse_time(text));
+        let trigger = annotations.and_then(|a| a.last_change.as_deref());
+        let trigger = trigger.and_then(translate::parse_time);
         let family = translated.object.as_ref().map(|slice| slice.family);
         news.triggers.extend(family.zip(trigger));
         news.changes
@@ -166,7 +173,10 @@ impl Followed for Node {
         news.node = Some(NodeFacts {
             ineligible: if self.metadata.deletion_timestamp.is_some() {
                 Some("the Node is being deleted")
-            } else if taints.iter().any(|taint| taint.key == REMOVAL_TAINT) {
+            } else if taints
+                .iter()
+                .any(|taint| taint.key.as_deref() == Some(REMOVAL_TAINT))
+            {
                 Some("the Node has the taint ToBeDeletedByClusterAutoscaler")
             } else {
                 None

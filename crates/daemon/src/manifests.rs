@@ -16,13 +16,10 @@ use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
-use k8s_openapi::api::core::v1::{Node, Service};
-use k8s_openapi::api::discovery::v1::EndpointSlice;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-
 pub use source::{Problem, Source};
 pub use watch::{Busy, watch};
 
+use crate::objects::{EndpointSlice, Metadata, Node, Service};
 use document::split;
 
 /// An object that the proxy reads.
@@ -37,7 +34,7 @@ pub enum Object {
 }
 
 impl Object {
-    fn metadata(&self) -> &ObjectMeta {
+    fn metadata(&self) -> &Metadata {
         match self {
             Object::Service(service) => &service.metadata,
             Object::EndpointSlice(slice) => &slice.metadata,

@@ -45,12 +45,13 @@ impl<W> Bounded<W> {
             true => ("an event", MAX_LINE_BYTES),
             false => ("an answer", MAX_ANSWER_BYTES),
         };
-        let mut lines = bytes.split(|byte| self.watch && *byte == b'\n');
-        self.length += lines.next().map_or(0, <[u8]>::len);
         // Whatever is in one chunk is in memory already.
-        if let Some(last) = lines.next_back() {
-            self.length = last.len();
-        }
+        let end = |bytes: &Bytes| bytes.iter().rposition(|byte| *byte == b'\n');
+        let last = if self.watch { end(bytes) } else { None };
+        self.length = match last {
+            Some(at) => bytes.len() - at - 1,
+            None => self.length + bytes.len(),
+        };
         match self.length > most {
             true => Err(TooLong { what, most }),
             false => Ok(()),
@@ -109,7 +110,8 @@ mod tests {
     async fn a_line_of_a_watch_has_an_end() {
         let mega = 1 << 20;
         let long = Err("the API server sends an event longer than 16 MiB".to_owned());
-        assert_eq!(read(true, &[(10 * mega, true); 4]).await, Ok(40 * mega + 4));
+        let lines = [(10 * mega, true); 2];
+        assert_eq!(read(true, &lines).await, Ok(20 * mega + 2));
         assert_eq!(read(true, &[(9 * mega, false); 2]).await, long);
         assert_eq!(read(true, &[(16 * mega, false), (1, false)]).await, long);
         assert_eq!(read(false, &[(9 * mega, false); 2]).await, Ok(18 * mega));

@@ -8,10 +8,8 @@ use std::sync::mpsc::SyncSender;
 use std::time::{Duration, SystemTime};
 
 use futures::StreamExt as _;
-use k8s_openapi::api::core::v1::{Node, Service};
-use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::api::{ListParams, WatchEvent, WatchParams};
-use kube::{Api, Client};
+use kube::{Api, Client, Resource as _};
 use tokio::time::Instant;
 use tracing::info;
 
@@ -21,7 +19,7 @@ use super::sent::Sent;
 use super::told::Told;
 use super::{Access, ApiEvent, Followed, Kind, News};
 use crate::controller::Event;
-use crate::translate;
+use crate::objects::{EndpointSlice, Node, Service};
 
 /// kube-proxy's own selection, made by the server.
 const SELECTOR: &str = "!service.kubernetes.io/service-proxy-name,!service.kubernetes.io/headless";
@@ -245,8 +243,7 @@ impl Follower<'_> {
                         object
                     }
                     Ok(WatchEvent::Deleted(object)) => {
-                        let name = translate::object_name(&object.metadata);
-                        told.remove::<K>(name, &mut news);
+                        told.remove::<K>(object.name(), &mut news);
                         object
                     }
                     Ok(WatchEvent::Error(status)) => {
@@ -289,7 +286,10 @@ impl Follower<'_> {
         loop {
             let page = api.list(&params).await?;
             let types = (&*page.types.api_version, &*page.types.kind);
-            let (version, kind) = (K::api_version(&()), format!("{}List", K::kind(&())));
+            let (version, kind) = (
+                Sent::<K>::api_version(&()),
+                format!("{}List", K::KIND.object()),
+            );
             // Else all that is in force would go for something that is no answer.
             if types != (&*version, &*kind) {
                 return Err(odd(format!(
@@ -302,7 +302,7 @@ impl Follower<'_> {
             let mut news = News::default();
             let before = listed.len();
             for object in &page.items {
-                listed.insert(translate::object_name(&object.metadata));
+                listed.insert(object.name());
                 told.put(object, self.node_name, &mut news);
             }
             news.triggers.retain(|(_, at)| Some(*at) > latest);

@@ -6,7 +6,7 @@ use ipvs_proxy_core::model::ObjectName;
 
 use super::sent::Sent;
 use super::{Followed, News};
-use crate::translate::{self, Refusal};
+use crate::translate::Refusal;
 
 /// What was told of the objects of a kind.
 #[derive(Debug, Default)]
@@ -21,7 +21,7 @@ impl Told {
     /// Takes in an object as it is now. When it can't be read, what it said before stays in force; when
     /// nothing was read of it before, nothing of it counts.
     pub(super) fn put<K: Followed>(&mut self, sent: &Sent<K>, node_name: &str, news: &mut News) {
-        let name = translate::object_name(&sent.metadata);
+        let name = sent.name();
         let nameless = ("metadata.name".to_owned(), "missing".to_owned());
         let (field, error) = match &sent.object {
             Ok(_) if name.name.is_empty() => &nameless,
@@ -35,7 +35,7 @@ impl Told {
         };
         let kept = self.known.contains(&name);
         let refusal = Refusal {
-            object: format!("{} {name}", K::kind(&())),
+            object: format!("{} {name}", K::KIND.object()),
             field: field.clone(),
             value: error.clone(),
             reason: match kept {
@@ -83,10 +83,10 @@ impl Told {
 #[cfg(test)]
 mod tests {
     use ipvs_proxy_core::model::Change;
-    use k8s_openapi::api::core::v1::Service;
 
     use super::*;
     use crate::api::Kind;
+    use crate::objects::Service;
 
     const GOOD: &str = r#"{"metadata": {"name": "web"}, "spec": {"clusterIP": "10.0.0.1"}}"#;
     const OTHER: &str = r#"{"metadata": {"name": "web"}, "spec": {"clusterIP": "10.0.0.2"}}"#;

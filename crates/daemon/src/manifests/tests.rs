@@ -33,7 +33,9 @@ fn shape(placed: &[Placed]) -> Vec<(&'static str, String, usize)> {
             Object::EndpointSlice(_) => "EndpointSlice",
             Object::Node(_) => "Node",
         };
-        (kind, object_name(p.object.metadata()).to_string(), p.line)
+        let metadata = p.object.metadata();
+        let name = object_name(metadata.namespace.as_deref(), metadata.name.as_deref());
+        (kind, name.to_string(), p.line)
     });
     shape.collect()
 }
@@ -885,16 +887,57 @@ fn a_list_loses_only_items_that_are_no_objects_or_say_things_twice() {
 fn yes_and_on_are_true_where_a_boolean_is_wanted() {
     for word in ["yes", "on", "True", "true"] {
         let text = format!(
-            "apiVersion: v1\nkind: Service\nmetadata: {{name: y}}\nspec: {{clusterIP: 10.0.0.1, publishNotReadyAddresses: {word}}}\n"
+            "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata: {{name: y}}\n\
+             endpoints: [{{conditions: {{terminating: {word}}}}}]\n"
         );
         let (objects, errors) = read_text("a.yaml", &text, Format::Yaml);
         assert_eq!(errors, [], "{word}");
-        let Object::Service(service) = &objects[0].object else {
+        let Object::EndpointSlice(slice) = &objects[0].object else {
             panic!("{word}: {:?}", objects[0].object);
         };
-        assert_eq!(service.metadata.name.as_deref(), Some("y"));
-        let spec = service.spec.as_ref().unwrap();
-        assert_eq!(spec.publish_not_ready_addresses, Some(true), "{word}");
+        assert_eq!(slice.metadata.name.as_deref(), Some("y"));
+        let endpoints = slice.endpoints.as_ref().unwrap();
+        let conditions = endpoints[0].conditions.as_ref().unwrap();
+        assert_eq!(conditions.terminating, Some(true), "{word}");
+    }
+}
+
+/// What no proxy needs may be of any type, at any place; what one needs is named by its path.
+#[test]
+fn only_fields_that_a_proxy_needs_are_judged() {
+    let odd = "{apiVersion: v1, kind: Service, metadata: {name: s, labels: {app: 5, x: [1]}, annotations: {a: {b: c}}, \
+               generation: x, managedFields: 5, ownerReferences: {}, finalizers: 1.5, deletionTimestamp: [x]}, \
+               spec: {clusterIP: 10.0.0.1, selector: 5, ipFamilies: x, ipFamilyPolicy: [], ports: [{port: 80, \
+               targetPort: [1], appProtocol: {}}], publishNotReadyAddresses: maybe, allocateLoadBalancerNodePorts: 7}, \
+               status: {conditions: [{type: A, lastTransitionTime: null}, 5], loadBalancer: {ingress: [{ip: 192.0.2.1, \
+               hostname: 5, ports: x}]}}}";
+    let slice = "{apiVersion: discovery.k8s.io/v1, kind: EndpointSlice, metadata: {name: e, uid: null, \
+                 creationTimestamp: long ago}, addressType: IPv4, endpoints: [{addresses: [10.1.0.1], hostname: 5, \
+                 targetRef: x, deprecatedTopology: 5}], ports: [{port: 80, appProtocol: 5}]}";
+    let node = "{apiVersion: v1, kind: Node, metadata: {name: n1, creationTimestamp: 5.5}, spec: {providerID: 5, \
+                taints: [{key: a, effect: 7}]}, status: {capacity: 5, images: x, conditions: 5, \
+                addresses: [{type: InternalIP, address: 10.0.0.1}]}}";
+    for text in [odd, slice, node] {
+        assert_eq!(read_text("a", text, Format::Yaml).1, [], "{text}");
+        let list = format!("{{apiVersion: v1, kind: List, items: [{text}]}}");
+        assert_eq!(read_text("a", &list, Format::Yaml).1, [], "{text}");
+    }
+    for (good, wrong, field) in [
+        ("port: 80", "port: x", "spec.ports[0].port"),
+        ("port: 80", "port: 3000000000", "spec.ports[0].port"),
+        ("clusterIP: 10.0.0.1", "clusterIPs: x", "spec.clusterIPs"),
+        ("clusterIP: 10.0.0.1", "type: []", "spec.type"),
+        (
+            "[{ip: 192.0.2.1",
+            "[{ip: {}",
+            "status.loadBalancer.ingress[0].ip",
+        ),
+        ("labels: {app: 5, x: [1]}", "labels: 5", "metadata.labels"),
+        ("labels: {app: 5, x: [1]}", "labels: []", "metadata.labels"),
+    ] {
+        let error = error(&odd.replace(good, wrong), Format::Yaml);
+        let start = format!("app.yaml:1: Service default/s: {field}: ");
+        assert!(error.starts_with(&start), "{error}\n{start}");
     }
 }
 
@@ -911,6 +954,6 @@ fn numbers_are_those_that_kubectl_reads() {
             panic!("{word}: {:?}", objects[0].object);
         };
         let ports = service.spec.as_ref().unwrap().ports.as_ref().unwrap();
-        assert_eq!(ports[0].port, port, "{word}");
+        assert_eq!(ports[0].port, Some(port), "{word}");
     }
 }

@@ -527,13 +527,22 @@ fn ports_of_slices() {
     assert_eq!(refusals, none(), "there is nothing to use");
     assert_eq!(ports("ports: []"), (vec![], none()));
     assert_eq!(
-        ports("ports: [{name: a}, {name: b, port: 0}, {port: null}]"),
-        (vec![], none())
+        ports("ports: [{port: 80}, {name: null, protocol: null, port: 81}]"),
+        (vec![80, 81], none()),
+        "as the API server fills them in"
     );
     for (entry, refusal) in [
         (
-            "{port: 80}",
-            "ports[0].name: null names no port, so this one is not used; write \"\" for an unnamed port",
+            "{name: a}",
+            "ports[0].port: null is no number, so this port is not used; write that of the endpoints",
+        ),
+        (
+            "{port: null}",
+            "ports[0].port: null is no number, so this port is not used; write that of the endpoints",
+        ),
+        (
+            "{name: b, port: 0}",
+            "ports[0].port: 0 is not a port (1 to 65535)",
         ),
         (
             "{name: a, port: 65536}",

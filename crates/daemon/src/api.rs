@@ -78,8 +78,8 @@ pub struct News {
     pub changes: Vec<Change>,
     /// What of them can't be used.
     pub refusals: Vec<Refusal>,
-    /// All objects of a kind whose last version can't be read now, a line each, when these changed.
-    pub unread: Option<(Kind, Vec<String>)>,
+    /// What can't be read now, when that changed.
+    pub unread: Option<Unread>,
     /// All objects of this kind are known now.
     pub listed: Option<Kind>,
     /// When the changes of endpoints happened (annotation
@@ -88,6 +88,17 @@ pub struct News {
     pub triggers: Vec<(Family, SystemTime)>,
     /// What the Node says besides changes, when it was seen.
     pub node: Option<NodeFacts>,
+}
+
+/// All objects of a kind whose last version can't be read.
+#[derive(Debug)]
+pub struct Unread {
+    /// The kind.
+    pub kind: Kind,
+    /// A line each.
+    pub objects: Vec<String>,
+    /// There is one of which no version was read: what it is known for in the kernel may seem to be nobody's.
+    pub never_read: bool,
 }
 
 /// News of following a kind.

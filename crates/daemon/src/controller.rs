@@ -22,7 +22,7 @@ use ipvs_proxy_dataplane::timeouts::Timeouts;
 use tokio::sync::mpsc;
 use tracing::{debug, error, info, warn};
 
-use crate::api::{ApiEvent, Kind, News};
+use crate::api::{ApiEvent, Kind, News, Unread};
 use crate::cli::Drift;
 use crate::drains::Drains;
 use crate::events::{Finding, Reason};
@@ -124,6 +124,8 @@ pub struct Controller<D> {
     adopted: bool,
     /// All was written once, as far as the kernel took it.
     in_force: bool,
+    /// Kinds of which there are objects that could never be read.
+    unread: BTreeSet<Kind>,
     /// Every source had listed when the kernel was read last, the node's addresses being one.
     pruned: bool,
     /// The kernel must be read, but not before this.
@@ -162,6 +164,7 @@ impl<D: Dataplane> Controller<D> {
             kernel,
             adopted: false,
             in_force: false,
+            unread: BTreeSet::new(),
             pruned: false,
             // The API server's objects come later.
             read_at: matches!(objects, Objects::Manifests(_)).then_some(now),
@@ -269,9 +272,11 @@ impl<D: Dataplane> Controller<D> {
         }
     }
 
-    /// Whether what nobody claims may go: all that could claim it has been listed.
+    /// Whether what nobody claims may go: all that could claim it has been listed and read.
     fn may_prune(&self) -> bool {
-        self.objects.is_complete() && !self.planner.awaits_node_addresses()
+        self.objects.is_complete()
+            && self.unread.is_empty()
+            && !self.planner.awaits_node_addresses()
     }
 
     fn read_to_prune(&mut self) {
@@ -317,12 +322,8 @@ impl<D: Dataplane> Controller<D> {
             warn!("{refusal}");
             self.settings.find(|| Finding::from(&refusal));
         }
-        if let Some((kind, objects)) = news.unread {
-            let resource = kind.resource();
-            if objects.is_empty() {
-                info!(resource, "all objects can be read again");
-            }
-            self.settings.status.unread(kind, objects);
+        if let Some(unread) = news.unread {
+            self.note_unread(unread);
         }
         if let Some(facts) = &news.node
             && self.settings.status.node(facts)
@@ -353,6 +354,27 @@ impl<D: Dataplane> Controller<D> {
                 self.read_at = Some(Instant::now());
             }
         }
+    }
+
+    fn note_unread(&mut self, unread: Unread) {
+        let Unread { kind, objects, .. } = unread;
+        let resource = kind.resource();
+        if objects.is_empty() {
+            info!(resource, "all objects can be read again");
+        }
+        let changed = match unread.never_read {
+            true => self.unread.insert(kind),
+            false => self.unread.remove(&kind),
+        };
+        if changed && unread.never_read && !self.pruned {
+            warn!(
+                resource,
+                "what nobody claims stays in the kernel until all objects can be read"
+            );
+        } else if changed && self.adopted {
+            self.read_to_prune();
+        }
+        self.settings.status.unread(kind, objects);
     }
 
     /// Lists the node's addresses where they are followed. None at all is a listing that failed.

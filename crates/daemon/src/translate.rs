@@ -22,6 +22,11 @@ const DEFAULT_AFFINITY_S: u32 = 10_800;
 /// The longest timeout of session affinity that the API takes, in seconds.
 const MAX_AFFINITY_S: u32 = 86_400;
 
+/// The most refusals of one object that are told one by one.
+const MOST_REFUSALS: usize = 10;
+/// The most characters of a value that are told.
+const LONGEST_VALUE: usize = 200;
+
 /// What became of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Translated<T> {
@@ -97,7 +102,7 @@ pub fn service(service: &Service) -> Translated<model::Service> {
     Translated {
         name,
         object,
-        refusals: refusals.list,
+        refusals: refusals.all(),
     }
 }
 
@@ -135,7 +140,7 @@ pub fn slice(slice: &EndpointSlice, node_name: &str) -> Translated<model::Slice>
     Translated {
         name,
         object,
-        refusals: refusals.list,
+        refusals: refusals.all(),
     }
 }
 
@@ -176,7 +181,7 @@ pub fn node(node: &Node) -> Translated<model::Node> {
     Translated {
         name,
         object: Some(model::Node { addresses, primary }),
-        refusals: refusals.list,
+        refusals: refusals.all(),
     }
 }
 
@@ -209,7 +214,7 @@ pub fn pod_cidrs(node: &Node) -> (Vec<IpNet>, Vec<Refusal>) {
             Err(_) => refusals.text(field(), text, "is not a network such as 10.244.1.0/24"),
         }
     }
-    (networks, refusals.list)
+    (networks, refusals.all())
 }
 
 /// Reads an address as kube-proxy does (`netutils.ParseIPSloppy` of Kubernetes, Go's parser
@@ -268,6 +273,7 @@ fn drain_timeout(metadata: &Metadata, refusals: &mut Refusals) -> Option<Duratio
 struct Refusals {
     object: String,
     list: Vec<Refusal>,
+    more: bool,
 }
 
 impl Refusals {
@@ -275,7 +281,22 @@ impl Refusals {
         Refusals {
             object: format!("{kind} {name}"),
             list: Vec::new(),
+            more: false,
         }
+    }
+
+    /// So many, and a sum for what is more.
+    fn all(mut self) -> Vec<Refusal> {
+        if self.more {
+            let field = format!("more fields than these {MOST_REFUSALS}");
+            self.list.push(Refusal {
+                object: self.object,
+                field,
+                value: "also".to_owned(),
+                reason: "can't be used".to_owned(),
+            });
+        }
+        self.list
     }
 
     fn add(
@@ -284,6 +305,10 @@ impl Refusals {
         value: impl fmt::Display,
         reason: impl Into<String>,
     ) {
+        if self.list.len() == MOST_REFUSALS {
+            self.more = true;
+            return;
+        }
         self.list.push(Refusal {
             object: self.object.clone(),
             field: field.into(),
@@ -294,7 +319,13 @@ impl Refusals {
 
     fn text(&mut self, field: impl Into<String>, value: &str, reason: impl Into<String>) {
         // Quoted and escaped: a value with a line break must not make two lines of one.
-        self.add(field, format_args!("{value:?}"), reason);
+        match value.char_indices().nth(LONGEST_VALUE) {
+            None => self.add(field, format_args!("{value:?}"), reason),
+            Some((end, _)) => {
+                let start = value.get(..end).unwrap_or_default();
+                self.add(field, format_args!("{start:?}…"), reason);
+            }
+        }
     }
 
     fn address(&mut self, field: impl FnOnce() -> String, text: &str) -> Option<IpAddr> {

@@ -259,6 +259,7 @@ impl Follower<'_> {
                     last.clone_from(version);
                 }
             }
+            told.tell_unread::<K>(&mut news);
             self.tell_news(news)?;
             if let Some(stop) = stop {
                 return Err(stop);
@@ -311,6 +312,7 @@ impl Follower<'_> {
                 told.retain::<K>(&listed, &mut news);
                 news.listed = Some(K::KIND);
             }
+            told.tell_unread::<K>(&mut news);
             self.tell_news(news)?;
             match next {
                 Some(_) if before > 0 && listed.len() == before => {

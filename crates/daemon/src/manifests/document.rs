@@ -7,6 +7,7 @@ use serde_saphyr::options::DuplicateKeyPolicy;
 
 use super::kinds::{Head, Kind, List};
 use super::{Format, ManifestError, Object, newlines, printable};
+use crate::api::in_a_line;
 use crate::translate::object_name;
 
 /// One document of a text.
@@ -55,7 +56,8 @@ impl Fault {
             line: Some(first_line + self.line.map_or(0, |line| line.saturating_sub(1))),
             object: self.object,
             field: self.field,
-            message: self.message,
+            // It may quote a value of any length.
+            message: in_a_line(&self.message),
             object_only: self.object_only,
         }
     }

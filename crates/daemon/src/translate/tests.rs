@@ -634,6 +634,18 @@ fn endpoints_that_are_refused_leave_the_others() {
 }
 
 #[test]
+fn refusals_of_one_object_are_few_and_short() {
+    let long = "x".repeat(1000);
+    let listed = vec![long.as_str(); 5000].join(", ");
+    let (object, refusals) = taken(&format!("clusterIP: 10.0.0.1, externalIPs: [{listed}]"));
+    assert!(object.is_some());
+    assert_eq!(refusals.len(), 11);
+    assert!(refusals.iter().all(|refusal| refusal.len() < 300));
+    let sum = "Service default/app1: more fields than these 10: also can't be used";
+    assert_eq!(refusals[10], sum);
+}
+
+#[test]
 fn the_node() {
     let t = node(&object::<Node>(
         r#"

@@ -247,6 +247,21 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
     }
 
+    #[tokio::test]
+    async fn a_kubeconfig_that_is_no_file_is_not_waited_for() {
+        let path = std::env::temp_dir().join(format!("ipvs-proxy-fifo-{}", std::process::id()));
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let access = Access {
+            kubeconfig: Some(path.clone()),
+            ..Access::default()
+        };
+        let _ = access.fingerprint();
+        let client = access.client().await;
+        let error = client.map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("not a regular file"), "{error}");
+        std::fs::remove_file(&path).unwrap();
+    }
+
     #[test]
     fn a_token_that_no_header_may_hold_is_refused_by_the_files_name() {
         let path = std::env::temp_dir().join(format!("ipvs-proxy-token-{}", std::process::id()));

@@ -274,7 +274,9 @@ fn a_missing_right_is_named() {
             "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": "stranger"}]});
         cluster.create(rights, &binding);
         cluster.node.wait_in_force();
-        assert!(cluster.node.log().contains("is followed again"));
+        tests::daemon::wait_until("the end of the failure is logged", || {
+            cluster.node.log().contains("is followed again")
+        });
         // It may write Events, too: that it started is one, which the first had no right to write.
         cluster.node.end_daemon("TERM");
         let file = "/run/config.conf";

@@ -99,3 +99,44 @@ fn the_last_good_state_of_an_object_stays() {
         cluster.node.wait_table("it is served", served);
     });
 }
+
+/// A restart knows nothing of an object that can't be read: what the kernel holds may be its, and stays.
+#[test]
+fn what_was_never_read_is_not_pruned_at_a_restart() {
+    with(|cluster| {
+        let faults = start_behind(cluster);
+        let served = |table: &str| table.contains("-a -t 10.96.0.80:80 ");
+        let gone = |table: &str| !table.contains("-t 10.96.0.90:80 ");
+        cluster.create(&collection("services"), &web(80, 30085));
+        cluster.create(&collection("endpointslices"), &slice("web", &[0]));
+        cluster.serve("gone", "10.96.0.90", &[0]);
+        cluster.node.wait_table("both are served", |table| {
+            served(table) && table.contains("-a -t 10.96.0.90:80 ")
+        });
+
+        cluster.node.end_daemon("KILL");
+        for kind in ["services", "endpointslices"] {
+            cluster.delete(&format!("{}/gone", collection(kind)));
+        }
+        faults.set(BAD);
+        let kubeconfig = cluster.plane.kubeconfig(&faults.url(), "proxy-token");
+        cluster.node.start_daemon(&kubeconfig, "");
+        cluster.node.wait_in_force();
+        let log = cluster.node.log();
+        assert!(log.contains("what nobody claims stays"), "{log}");
+        others_go_on(cluster, 4);
+        let table = cluster.node.table();
+        assert!(served(&table) && !gone(&table), "{table}");
+        assert!(cluster.node.ask("pod2", "10.96.0.80").starts_with("pod0"));
+
+        // All can be read: what is nobody's goes.
+        faults.set(Mode::Status(410));
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        faults.set(Mode::Pass);
+        cluster
+            .node
+            .wait_table("what is nobody's is gone", |table| {
+                served(table) && gone(table)
+            });
+    });
+}

@@ -4,11 +4,12 @@
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::time::Duration;
 
-use nix::mount::{MsFlags, mount};
+use nix::mount::{MsFlags, mount, umount};
 use nix::sched::{CloneFlags, unshare};
 use tests::daemon::{Daemon, Manifests, binary, service, slice, wait_until};
-use tests::netns::{self, Namespace};
+use tests::netns::{self, Namespace, loopback_up};
 
 const NOBODY: u32 = 65534;
 
@@ -407,4 +408,43 @@ fn a_directory_that_is_not_there_yet_is_waited_for() {
     manifests.write("app.yaml", &good("app", "10.96.0.1"));
     wait_until("it is served", || serves(&node, "10.96.0.1"));
     assert!(daemon.stop().success());
+}
+
+/// What is under the mount is not what the manifests said last.
+#[test]
+fn a_directory_of_manifests_that_is_unmounted() {
+    let node = Namespace::new();
+    node.enter(loopback_up).unwrap();
+    let manifests = Manifests::new();
+    let none = None::<&str>;
+    let tmpfs = || {
+        let flags = MsFlags::empty();
+        mount(Some("tmpfs"), manifests.path(), Some("tmpfs"), flags, none).unwrap();
+    };
+    tmpfs();
+    manifests.write("a.yaml", &good("a", "10.96.0.1"));
+    let mut daemon = Daemon::start(&node, &manifests, &[]);
+    daemon.settle();
+    let served = || node.tool("ipvsadm -S -n").contains("10.96.0.1:80");
+    assert!(served());
+    let said = |daemon: &Daemon, what: &str| wait_until(what, || daemon.log().contains(what));
+
+    umount(manifests.path()).unwrap();
+    said(
+        &daemon,
+        "another directory than before and holds no manifest",
+    );
+    daemon.settle();
+    assert!(served(), "{}", daemon.log());
+    // Another file system, which the kernel may number as the first.
+    tmpfs();
+    std::thread::sleep(Duration::from_millis(2500));
+    assert!(served(), "{}", daemon.log());
+    manifests.write("b.yaml", &good("b", "10.96.0.2"));
+    said(&daemon, "is good again");
+    wait_until("the other manifests are in force", || {
+        node.tool("ipvsadm -S -n").contains("10.96.0.2:80") && !served()
+    });
+    drop(daemon);
+    umount(manifests.path()).unwrap();
 }

@@ -269,7 +269,7 @@ fn no_port_of_a_vip_reaches_the_host_while_a_set_is_replaced() {
                 node.tool(&format!("ipset add {name} {}", vip(1)));
             }
             let odd = kernel.read(&State::new()).unwrap();
-            assert_eq!(odd[&Key::Set(set)], Value::OddSet);
+            assert_eq!(odd.state[&Key::Set(set)], Value::OddSet);
             let done = AtomicBool::new(false);
             thread::scope(|scope| {
                 let tries = scope.spawn(|| {
@@ -286,7 +286,7 @@ fn no_port_of_a_vip_reaches_the_host_while_a_set_is_replaced() {
                 assert!(tries.join().unwrap() > 10, "{name}");
             });
             let now = kernel.read(&State::new()).unwrap();
-            assert_eq!(now[&Key::Set(set)], Value::Present);
+            assert_eq!(now.state[&Key::Set(set)], Value::Present);
         }
         let after =
             node.tool("iptables-legacy-save -t filter") + &node.tool("iptables-legacy-save -t nat");

@@ -1,13 +1,15 @@
 //! Services, EndpointSlices and the own Node from a Kubernetes API server.
 //!
 //! One thread of its own follows all three by list and watch: bookmarks, a new list after 410,
-//! back-off with jitter, and a new client when the files behind the old one changed (a renewed
+//! one back-off with jitter for failures of all sorts, and a new client when the files behind the old one changed (a renewed
 //! certificate, another CA, another server). Objects are translated as they arrive and dropped.
 //!
 //! Lists ask for the most recent state (no `resourceVersion`), in pages: an answer from the cache of
 //! one API server among several may be older than what this process acted on before.
 
 mod access;
+mod backoff;
+mod bounded;
 mod counting;
 mod follow;
 mod sent;
@@ -17,12 +19,12 @@ use std::time::SystemTime;
 
 use ipvs_proxy_core::model::{Change, ObjectName};
 use ipvs_proxy_netlink::Family;
-use k8s_openapi::api::core::v1::{Node, Service};
-use k8s_openapi::api::discovery::v1::EndpointSlice;
 
+use crate::objects::{EndpointSlice, Node, Service};
 use crate::translate::{self, Refusal};
 
 pub use access::{Access, AccessError};
+pub use counting::Pauses;
 pub use follow::follow;
 pub(crate) use follow::in_a_line;
 
@@ -50,6 +52,23 @@ impl Kind {
             Kind::Node => "nodes",
         }
     }
+
+    /// The kind of its objects.
+    fn object(self) -> &'static str {
+        match self {
+            Kind::Services => "Service",
+            Kind::EndpointSlices => "EndpointSlice",
+            Kind::Node => "Node",
+        }
+    }
+
+    /// The group of the API that its objects are of.
+    fn group(self) -> &'static str {
+        match self {
+            Kind::Services | Kind::Node => "",
+            Kind::EndpointSlices => "discovery.k8s.io",
+        }
+    }
 }
 
 /// What the API server said.
@@ -59,9 +78,8 @@ pub struct News {
     pub changes: Vec<Change>,
     /// What of them can't be used.
     pub refusals: Vec<Refusal>,
-    /// The objects of a kind whose last version can't be read now, their number and a few of them, when
-    /// these changed; `None` in it for none.
-    pub unread: Option<(Kind, Option<String>)>,
+    /// What can't be read now, when that changed.
+    pub unread: Option<Unread>,
     /// All objects of this kind are known now.
     pub listed: Option<Kind>,
     /// When the changes of endpoints happened (annotation
@@ -70,6 +88,17 @@ pub struct News {
     pub triggers: Vec<(Family, SystemTime)>,
     /// What the Node says besides changes, when it was seen.
     pub node: Option<NodeFacts>,
+}
+
+/// All objects of a kind whose last version can't be read.
+#[derive(Debug)]
+pub struct Unread {
+    /// The kind.
+    pub kind: Kind,
+    /// A line each.
+    pub objects: Vec<String>,
+    /// There is one of which no version was read: what it is known for in the kernel may seem to be nobody's.
+    pub never_read: bool,
 }
 
 /// News of following a kind.
@@ -93,18 +122,9 @@ pub struct NodeFacts {
 
 /// The taint by which the cluster's autoscaler says that it removes a node.
 const REMOVAL_TAINT: &str = "ToBeDeletedByClusterAutoscaler";
-/// When what an EndpointSlice says happened, RFC 3339.
-const ANNOTATION_TRIGGER: &str = "endpoints.kubernetes.io/last-change-trigger-time";
 
 /// An object of a kind that is followed.
-trait Followed:
-    kube::Resource<DynamicType = ()>
-    + Clone
-    + serde::de::DeserializeOwned
-    + std::fmt::Debug
-    + Send
-    + 'static
-{
+trait Followed: Clone + serde::de::DeserializeOwned + std::fmt::Debug + Send + 'static {
     const KIND: Kind;
 
     /// Adds what the object says now to the news.
@@ -136,8 +156,8 @@ impl Followed for EndpointSlice {
         let translated = translate::slice(self, node_name);
         news.refusals.extend(translated.refusals);
         let annotations = self.metadata.annotations.as_ref();
-        let trigger = annotations.and_then(|a| a.get(ANNOTATION_TRIGGER));
-        let trigger = trigger.and_then(|text| translate::parse_time(text));
+        let trigger = annotations.and_then(|a| a.last_change.as_deref());
+        let trigger = trigger.and_then(translate::parse_time);
         let family = translated.object.as_ref().map(|slice| slice.family);
         news.triggers.extend(family.zip(trigger));
         news.changes
@@ -164,7 +184,10 @@ impl Followed for Node {
         news.node = Some(NodeFacts {
             ineligible: if self.metadata.deletion_timestamp.is_some() {
                 Some("the Node is being deleted")
-            } else if taints.iter().any(|taint| taint.key == REMOVAL_TAINT) {
+            } else if taints
+                .iter()
+                .any(|taint| taint.key.as_deref() == Some(REMOVAL_TAINT))
+            {
                 Some("the Node has the taint ToBeDeletedByClusterAutoscaler")
             } else {
                 None

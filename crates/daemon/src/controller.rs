@@ -25,7 +25,7 @@ use ipvs_proxy_netlink::{Causes, Family};
 use tokio::sync::mpsc;
 use tracing::{debug, error, info, warn};
 
-use crate::api::{ApiEvent, Kind, News};
+use crate::api::{ApiEvent, Kind, News, Unread};
 use crate::cli::Drift;
 use crate::drains::{Deadline, Drains};
 use crate::events::{Finding, Reason};
@@ -35,7 +35,7 @@ use crate::hurry::Hurry;
 use crate::manifests::Source;
 use crate::metrics::families_of;
 use crate::report::{Reports, Topic, say};
-use crate::serve::Status;
+use crate::serve::{Status, unusable};
 
 /// What wakes the loop.
 #[derive(Debug)]
@@ -146,6 +146,8 @@ pub struct Controller<D, C> {
     adopted: bool,
     /// All was written once, as far as the kernel took it.
     in_force: bool,
+    /// Kinds of which there are objects that could never be read.
+    unread: BTreeSet<Kind>,
     /// Every source had listed when the kernel was read last, the node's addresses being one.
     pruned: bool,
     /// The kernel must be read, but not before this.
@@ -166,7 +168,7 @@ pub struct Controller<D, C> {
     /// What was found in this turn is to be put right in the next.
     again: bool,
     /// Rules that could not be read, as told.
-    unread: BTreeMap<Key, ReadError>,
+    unread_rules: BTreeMap<Key, ReadError>,
     /// How many times, and when last, rules had to be moved before those of others.
     moves: BTreeMap<Key, (u32, Instant)>,
     /// An audit although its time has not come: rules changed.
@@ -214,6 +216,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             kernel,
             adopted: false,
             in_force: false,
+            unread: BTreeSet::new(),
             pruned: false,
             // The API server's objects come later.
             read_at: matches!(objects, Objects::Manifests(_)).then_some(now),
@@ -226,7 +229,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             applied: Applied::default(),
             turns: 0,
             again: false,
-            unread: BTreeMap::new(),
+            unread_rules: BTreeMap::new(),
             moves: BTreeMap::new(),
             clock,
             hurry: Hurry::default(),
@@ -372,9 +375,11 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         }
     }
 
-    /// Whether what nobody claims may go: all that could claim it has been listed.
+    /// Whether what nobody claims may go: all that could claim it has been listed and read.
     fn may_prune(&self) -> bool {
-        self.objects.is_complete() && !self.planner.awaits_node_addresses()
+        self.objects.is_complete()
+            && self.unread.is_empty()
+            && !self.planner.awaits_node_addresses()
     }
 
     fn read_to_prune(&mut self) {
@@ -418,12 +423,8 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
     fn note_news(&mut self, news: News) {
         let refusals = news.refusals.into_iter().map(|refusal| (None, refusal));
         self.reports.refused(&news.changes, refusals, self.now());
-        if let Some((kind, objects)) = news.unread {
-            let resource = kind.resource();
-            if objects.is_none() {
-                info!(resource, "all objects can be read again");
-            }
-            self.settings.status.unread(kind, objects);
+        if let Some(unread) = news.unread {
+            self.note_unread(unread);
         }
         if let Some(facts) = &news.node
             && self.settings.status.node(facts)
@@ -454,6 +455,27 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
                 self.read_at = Some(self.now());
             }
         }
+    }
+
+    fn note_unread(&mut self, unread: Unread) {
+        let Unread { kind, objects, .. } = unread;
+        let resource = kind.resource();
+        if objects.is_empty() {
+            info!(resource, "all objects can be read again");
+        }
+        let changed = match unread.never_read {
+            true => self.unread.insert(kind),
+            false => self.unread.remove(&kind),
+        };
+        if changed && unread.never_read && !self.pruned {
+            warn!(
+                resource,
+                "what nobody claims stays in the kernel until all objects can be read"
+            );
+        } else if changed && self.adopted {
+            self.read_to_prune();
+        }
+        self.settings.status.unread(kind, unusable(objects.iter()));
     }
 
     /// Lists the node's addresses where they are followed. None at all is a listing that failed.
@@ -601,7 +623,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         for finished in &step.rules {
             match finished {
                 Finished::Read(key, Ok(_)) => {
-                    if self.unread.remove(key).is_some() {
+                    if self.unread_rules.remove(key).is_some() {
                         info!(%key, "rules can be read again");
                     }
                     let misplaced =
@@ -614,12 +636,12 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
                     }
                 }
                 Finished::Read(key, Err(error)) => {
-                    if self.unread.get(key) != Some(error) {
+                    if self.unread_rules.get(key) != Some(error) {
                         error!(%key, %error, "rules could not be read; what needs them waits");
                         let note = format!("{key} could not be read: {error}");
                         let finding = || Finding::of_node(Reason::FailedToReadKernel, note);
                         self.settings.find(finding);
-                        self.unread.insert(*key, error.clone());
+                        self.unread_rules.insert(*key, error.clone());
                     }
                 }
                 Finished::Misplaced(key, lines) => self.note_misplaced(*key, lines, now),
@@ -706,14 +728,14 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
                 self.audit_at = now + self.settings.sync_period;
             }
             Err(error) => {
-                self.note_unread(error);
+                self.note_read_error(error);
                 self.read_at = Some(now + READ_AGAIN);
             }
         }
     }
 
     /// The kernel could not be read: it is told once, and health tells it until it can.
-    fn note_unread(&mut self, error: ReadError) {
+    fn note_read_error(&mut self, error: ReadError) {
         if self.read_error.as_ref() != Some(&error) {
             error!(%error, "the kernel could not be read; will be tried again");
             let note = format!("the kernel could not be read: {error}");
@@ -746,7 +768,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             Ok(false) => self.audit = Some(audit),
             Ok(true) => self.audited(audit, now),
             Err(error) => {
-                self.note_unread(error);
+                self.note_read_error(error);
                 self.audit_at = now + READ_AGAIN;
             }
         }

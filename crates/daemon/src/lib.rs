@@ -42,6 +42,7 @@ pub mod init;
 pub mod inspect;
 pub mod manifests;
 pub mod metrics;
+pub mod objects;
 pub mod place;
 pub mod plan;
 pub mod report;

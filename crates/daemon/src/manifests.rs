@@ -6,6 +6,7 @@
 //! - [`watch`] tells when it is worth looking again.
 
 mod document;
+mod folder;
 mod kinds;
 mod source;
 mod watch;
@@ -15,13 +16,10 @@ use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
-use k8s_openapi::api::core::v1::{Node, Service};
-use k8s_openapi::api::discovery::v1::EndpointSlice;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-
 pub use source::{Problem, Source};
 pub use watch::{Busy, watch};
 
+use crate::objects::{EndpointSlice, Metadata, Node, Service};
 use document::split;
 
 /// An object that the proxy reads.
@@ -36,7 +34,7 @@ pub enum Object {
 }
 
 impl Object {
-    fn metadata(&self) -> &ObjectMeta {
+    fn metadata(&self) -> &Metadata {
         match self {
             Object::Service(service) => &service.metadata,
             Object::EndpointSlice(slice) => &slice.metadata,
@@ -139,7 +137,7 @@ pub(crate) fn read_text_file(path: &Path) -> std::io::Result<String> {
 }
 
 /// Reads a file that has an end, and waits for nobody: neither a FIFO nor a device.
-fn read_regular(path: &Path) -> std::io::Result<Vec<u8>> {
+pub(crate) fn read_regular(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut options = std::fs::OpenOptions::new();
     let nonblocking = nix::fcntl::OFlag::O_NONBLOCK.bits();
     let file = options.read(true).custom_flags(nonblocking).open(path)?;
@@ -147,15 +145,25 @@ fn read_regular(path: &Path) -> std::io::Result<Vec<u8>> {
     if !metadata.is_file() {
         return Err(std::io::Error::other("it is not a regular file"));
     }
-    let mut bytes = Vec::new();
-    file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
-    if u64::try_from(bytes.len()).is_ok_and(|length| length > MAX_FILE_BYTES) {
-        let megabytes = MAX_FILE_BYTES >> 20;
-        return Err(std::io::Error::other(format!(
-            "it is larger than {megabytes} MiB; split it"
-        )));
+    // A length is no promise: files grow, and those of the kernel have none.
+    if metadata.len() > MAX_FILE_BYTES {
+        return Err(too_large());
     }
-    Ok(bytes)
+    read_bounded(file)
+}
+
+fn read_bounded(from: impl Read) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    from.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
+    match u64::try_from(bytes.len()) {
+        Ok(..=MAX_FILE_BYTES) => Ok(bytes),
+        _ => Err(too_large()),
+    }
+}
+
+fn too_large() -> std::io::Error {
+    let megabytes = MAX_FILE_BYTES >> 20;
+    std::io::Error::other(format!("it is larger than {megabytes} MiB; split it"))
 }
 
 /// Text that may come from anybody, on one line and without control characters.
@@ -187,13 +195,11 @@ fn text_of(path: &Path) -> Result<(String, String), ManifestError> {
         message,
         object_only: false,
     };
-    let mut bytes = Vec::new();
-    let read = if stdin {
-        std::io::stdin().lock().read_to_end(&mut bytes).map(|_| ())
-    } else {
-        read_regular(path).map(|content| bytes = content)
+    let read = match stdin {
+        true => read_bounded(std::io::stdin().lock()),
+        false => read_regular(path),
     };
-    read.map_err(|error| fail(None, format!("can't be read: {error}")))?;
+    let bytes = read.map_err(|error| fail(None, format!("can't be read: {error}")))?;
     let text = String::from_utf8(bytes).map_err(|error| {
         let good = error
             .as_bytes()

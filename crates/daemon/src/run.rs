@@ -31,7 +31,6 @@ use crate::drains::Drains;
 use crate::events::{self, Finding};
 use crate::init;
 use crate::manifests::{self, Source};
-use crate::metrics::Requests;
 use crate::place::{LockError, Place};
 use crate::serve::{self, Listen, Status};
 
@@ -293,7 +292,7 @@ fn reach(settings: &Settings) -> Result<(Runtime, Access)> {
         },
         master: settings.master.clone(),
         // There are no metrics yet.
-        requests: Requests::default(),
+        ..Access::default()
     };
     if !matches!(settings.objects, Objects::Manifests(_)) {
         runtime.block_on(access.client())?;

@@ -13,24 +13,19 @@ use std::time::SystemTime;
 use ipnet::IpNet;
 use ipvs_proxy_core::model;
 use ipvs_proxy_netlink::{Family, Protocol};
-use k8s_openapi::api::core::v1::{Node, Service, ServiceSpec};
-use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::config::parse_drain_timeout;
-
-/// A Service with this label belongs to the proxy that the label names.
-const ANNOTATION_DRAIN_TIMEOUT: &str = "ipvs-proxy.io/drain-timeout";
-const LABEL_PROXY_NAME: &str = "service.kubernetes.io/service-proxy-name";
-/// An EndpointSlice with this label belongs to a headless Service.
-const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
-/// The Service of an EndpointSlice.
-const LABEL_SERVICE_NAME: &str = "kubernetes.io/service-name";
+use crate::objects::{Endpoint, EndpointSlice, Labels, Metadata, Node, Service, ServiceSpec};
 
 /// `sessionAffinityConfig.clientIP.timeoutSeconds` where an object has none, in seconds.
 const DEFAULT_AFFINITY_S: u32 = 10_800;
 /// The longest timeout of session affinity that the API takes, in seconds.
 const MAX_AFFINITY_S: u32 = 86_400;
+
+/// The most refusals of one object that are told one by one.
+const MOST_REFUSALS: usize = 10;
+/// The most characters of a value that are told.
+const LONGEST_VALUE: usize = 200;
 
 /// What became of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -69,17 +64,20 @@ impl fmt::Display for Refusal {
 
 /// Namespace and name of an object; an object without a namespace is in `default`.
 #[must_use]
-pub fn object_name(metadata: &ObjectMeta) -> model::ObjectName {
-    let namespace = metadata.namespace.as_deref().filter(|n| !n.is_empty());
-    let name = metadata.name.as_deref().unwrap_or_default();
-    model::ObjectName::new(namespace.unwrap_or("default"), name)
+pub fn object_name(namespace: Option<&str>, name: Option<&str>) -> model::ObjectName {
+    let namespace = namespace.filter(|namespace| !namespace.is_empty());
+    model::ObjectName::new(namespace.unwrap_or("default"), name.unwrap_or_default())
+}
+
+fn name_of(metadata: &Metadata) -> model::ObjectName {
+    object_name(metadata.namespace.as_deref(), metadata.name.as_deref())
 }
 
 /// A Service. Headless ones, those of type ExternalName and those of another proxy are left out;
 /// one without any usable clusterIP is refused whole.
 #[must_use]
 pub fn service(service: &Service) -> Translated<model::Service> {
-    let name = object_name(&service.metadata);
+    let name = name_of(&service.metadata);
     let mut refusals = Refusals::new("Service", &name.to_string());
     let object = match &service.spec {
         Some(spec) if is_served(&service.metadata, spec) => {
@@ -87,9 +85,9 @@ pub fn service(service: &Service) -> Translated<model::Service> {
             let ports = service_ports(spec, &mut refusals);
             let affinity_timeout_s = affinity(spec, &mut refusals);
             unsupported(spec, &mut refusals);
-            let created = service.metadata.creation_timestamp.as_ref();
+            let created = created(&service.metadata, &mut refusals);
             (!cluster_ips.is_empty()).then(|| model::Service {
-                created: created.map(|time| time.0.as_second()),
+                created,
                 uid: service.metadata.uid.as_deref().unwrap_or_default().into(),
                 cluster_ips,
                 external_ips: external_ips(spec, &mut refusals),
@@ -104,7 +102,7 @@ pub fn service(service: &Service) -> Translated<model::Service> {
     Translated {
         name,
         object,
-        refusals: refusals.list,
+        refusals: refusals.all(),
     }
 }
 
@@ -112,12 +110,13 @@ pub fn service(service: &Service) -> Translated<model::Service> {
 /// headless Services and FQDN slices are left out.
 #[must_use]
 pub fn slice(slice: &EndpointSlice, node_name: &str) -> Translated<model::Slice> {
-    let name = object_name(&slice.metadata);
+    let name = name_of(&slice.metadata);
     let mut refusals = Refusals::new("EndpointSlice", &name.to_string());
-    let service = label(&slice.metadata, LABEL_SERVICE_NAME).unwrap_or_default();
+    let metadata = &slice.metadata;
+    let service = label(metadata, |labels| &labels.service_name).unwrap_or_default();
     let mut object = None;
-    if !service.is_empty() && label(&slice.metadata, LABEL_HEADLESS).is_none() {
-        let family = match slice.address_type.as_str() {
+    if !service.is_empty() && label(metadata, |labels| &labels.headless).is_none() {
+        let family = match slice.address_type.as_deref().unwrap_or_default() {
             "IPv4" => Some(Family::V4),
             "IPv6" => Some(Family::V6),
             "FQDN" => None,
@@ -130,13 +129,18 @@ pub fn slice(slice: &EndpointSlice, node_name: &str) -> Translated<model::Slice>
             service: model::ObjectName::new(&name.namespace, service),
             family,
             ports: slice_ports(slice, &mut refusals),
-            endpoints: endpoints(&slice.endpoints, family, node_name, &mut refusals),
+            endpoints: endpoints(
+                slice.endpoints.as_deref().unwrap_or_default(),
+                family,
+                node_name,
+                &mut refusals,
+            ),
         });
     }
     Translated {
         name,
         object,
-        refusals: refusals.list,
+        refusals: refusals.all(),
     }
 }
 
@@ -145,7 +149,7 @@ pub fn slice(slice: &EndpointSlice, node_name: &str) -> Translated<model::Slice>
 /// (`GetNodeHostIPs` of Kubernetes).
 #[must_use]
 pub fn node(node: &Node) -> Translated<model::Node> {
-    let name = object_name(&node.metadata);
+    let name = name_of(&node.metadata);
     let mut refusals = Refusals::new("Node", &name.name);
     let listed = node
         .status
@@ -154,29 +158,30 @@ pub fn node(node: &Node) -> Translated<model::Node> {
     let mut addresses = BTreeSet::new();
     let (mut internal, mut external) = (Vec::new(), Vec::new());
     for (i, entry) in listed.unwrap_or_default().iter().enumerate() {
-        if matches!(entry.type_.as_str(), "InternalIP" | "ExternalIP") {
-            let field = || format!("status.addresses[{i}].address");
-            let address = refusals.address(field, &entry.address);
-            let address = address.filter(|address| {
-                let why = no_vip(*address);
-                if let Some(why) = why {
-                    refusals.text(field(), &entry.address, format!("is {why}"));
-                }
-                why.is_none()
-            });
-            addresses.extend(address);
-            match entry.type_.as_str() {
-                "InternalIP" => internal.extend(address),
-                _ => external.extend(address),
+        let primary = match entry.type_.as_deref() {
+            Some("InternalIP") => &mut internal,
+            Some("ExternalIP") => &mut external,
+            _ => continue,
+        };
+        let field = || format!("status.addresses[{i}].address");
+        let text = entry.address.as_deref().unwrap_or_default();
+        let address = refusals.address(field, text);
+        let address = address.filter(|address| {
+            let why = no_vip(*address);
+            if let Some(why) = why {
+                refusals.text(field(), text, format!("is {why}"));
             }
-        }
+            why.is_none()
+        });
+        addresses.extend(address);
+        primary.extend(address);
     }
     internal.extend(external);
     let primary = model::Node::primary_of(&internal);
     Translated {
         name,
         object: Some(model::Node { addresses, primary }),
-        refusals: refusals.list,
+        refusals: refusals.all(),
     }
 }
 
@@ -184,7 +189,7 @@ pub fn node(node: &Node) -> Translated<model::Node> {
 /// can't be used. `spec.podCIDR` counts where there are none.
 #[must_use]
 pub fn pod_cidrs(node: &Node) -> (Vec<IpNet>, Vec<Refusal>) {
-    let name = object_name(&node.metadata);
+    let name = name_of(&node.metadata);
     let mut refusals = Refusals::new("Node", &name.name);
     let spec = node.spec.as_ref();
     let listed = spec.and_then(|spec| spec.pod_cidrs.as_deref());
@@ -209,7 +214,7 @@ pub fn pod_cidrs(node: &Node) -> (Vec<IpNet>, Vec<Refusal>) {
             Err(_) => refusals.text(field(), text, "is not a network such as 10.244.1.0/24"),
         }
     }
-    (networks, refusals.list)
+    (networks, refusals.all())
 }
 
 /// Reads an address as kube-proxy does (`netutils.ParseIPSloppy` of Kubernetes, Go's parser
@@ -243,14 +248,22 @@ pub fn parse_time(text: &str) -> Option<SystemTime> {
     Some(time.into())
 }
 
-fn drain_timeout(metadata: &ObjectMeta, refusals: &mut Refusals) -> Option<model::DrainTimeout> {
-    let text = metadata
-        .annotations
-        .as_ref()?
-        .get(ANNOTATION_DRAIN_TIMEOUT)?;
+/// When a Service was made, in seconds; the older one has what two claim.
+fn created(metadata: &Metadata, refusals: &mut Refusals) -> Option<i64> {
+    let text = metadata.creation_timestamp.as_deref()?;
+    let parsed: Result<k8s_openapi::jiff::Timestamp, _> = text.parse();
+    if parsed.is_err() {
+        let reason = "is not a time such as 2024-01-02T03:04:05Z";
+        refusals.text("metadata.creationTimestamp", text, reason);
+    }
+    Some(parsed.ok()?.as_second())
+}
+
+fn drain_timeout(metadata: &Metadata, refusals: &mut Refusals) -> Option<model::DrainTimeout> {
+    let text = metadata.annotations.as_ref()?.drain_timeout.as_deref()?;
     let parsed = parse_drain_timeout(text);
     if parsed.is_none() {
-        let field = format!("metadata.annotations[{ANNOTATION_DRAIN_TIMEOUT}]");
+        let field = "metadata.annotations[ipvs-proxy.io/drain-timeout]";
         refusals.text(
             field,
             text,
@@ -264,6 +277,7 @@ fn drain_timeout(metadata: &ObjectMeta, refusals: &mut Refusals) -> Option<model
 struct Refusals {
     object: String,
     list: Vec<Refusal>,
+    more: bool,
 }
 
 impl Refusals {
@@ -271,7 +285,22 @@ impl Refusals {
         Refusals {
             object: format!("{kind} {name}"),
             list: Vec::new(),
+            more: false,
         }
+    }
+
+    /// So many, and a sum for what is more.
+    fn all(mut self) -> Vec<Refusal> {
+        if self.more {
+            let field = format!("more fields than these {MOST_REFUSALS}");
+            self.list.push(Refusal {
+                object: self.object,
+                field,
+                value: "also".to_owned(),
+                reason: "can't be used".to_owned(),
+            });
+        }
+        self.list
     }
 
     fn add(
@@ -280,6 +309,10 @@ impl Refusals {
         value: impl fmt::Display,
         reason: impl Into<String>,
     ) {
+        if self.list.len() == MOST_REFUSALS {
+            self.more = true;
+            return;
+        }
         self.list.push(Refusal {
             object: self.object.clone(),
             field: field.into(),
@@ -290,7 +323,13 @@ impl Refusals {
 
     fn text(&mut self, field: impl Into<String>, value: &str, reason: impl Into<String>) {
         // Quoted and escaped: a value with a line break must not make two lines of one.
-        self.add(field, format_args!("{value:?}"), reason);
+        match value.char_indices().nth(LONGEST_VALUE) {
+            None => self.add(field, format_args!("{value:?}"), reason),
+            Some((end, _)) => {
+                let start = value.get(..end).unwrap_or_default();
+                self.add(field, format_args!("{start:?}…"), reason);
+            }
+        }
     }
 
     fn address(&mut self, field: impl FnOnce() -> String, text: &str) -> Option<IpAddr> {
@@ -322,22 +361,18 @@ impl Refusals {
     }
 }
 
-fn label<'a>(metadata: &'a ObjectMeta, name: &str) -> Option<&'a str> {
-    metadata
-        .labels
-        .as_ref()
-        .and_then(|labels| labels.get(name))
-        .map(String::as_str)
+fn label(metadata: &Metadata, of: impl Fn(&Labels) -> &Option<String>) -> Option<&str> {
+    of(metadata.labels.as_ref()?).as_deref()
 }
 
 /// Neither another proxy's, nor an alias of a name, nor headless.
-fn is_served(metadata: &ObjectMeta, spec: &ServiceSpec) -> bool {
+fn is_served(metadata: &Metadata, spec: &ServiceSpec) -> bool {
     let listed = spec.cluster_ips.as_deref().unwrap_or_default();
     let first = listed
         .first()
         .or(spec.cluster_ip.as_ref())
         .map_or("", String::as_str);
-    label(metadata, LABEL_PROXY_NAME).is_none()
+    label(metadata, |labels| &labels.proxy_name).is_none()
         && spec.type_.as_deref() != Some("ExternalName")
         && !matches!(first, "" | "None")
         && spec.cluster_ip.as_deref() != Some("None")
@@ -502,7 +537,7 @@ fn service_ports(spec: &ServiceSpec, refusals: &mut Refusals) -> Vec<model::Serv
         let field = |name: &str| format!("spec.ports[{i}].{name}");
         let name = entry.name.as_deref().unwrap_or_default();
         let protocol = refusals.protocol(|| field("protocol"), entry.protocol.as_deref());
-        let port = refusals.port(|| field("port"), entry.port);
+        let port = refusals.port(|| field("port"), entry.port.unwrap_or_default());
         let (Some(protocol), Some(port)) = (protocol, port) else {
             continue;
         };
@@ -577,7 +612,7 @@ fn affinity(spec: &ServiceSpec, refusals: &mut Refusals) -> Option<u32> {
 fn slice_ports(slice: &EndpointSlice, refusals: &mut Refusals) -> Vec<model::SlicePort> {
     let Some(ports) = &slice.ports else {
         // So the API server's controller makes the slice of a Service that has no endpoints yet.
-        if slice.endpoints.is_empty() {
+        if slice.endpoints.as_deref().unwrap_or_default().is_empty() {
             return Vec::new();
         }
         let reason = "names no ports, so the endpoints of this slice are not used; \
@@ -588,20 +623,17 @@ fn slice_ports(slice: &EndpointSlice, refusals: &mut Refusals) -> Vec<model::Sli
     let mut taken = Vec::new();
     for (i, entry) in ports.iter().enumerate() {
         let field = |name: &str| format!("ports[{i}].{name}");
-        // kube-proxy ignores both; the API server never stores a port without a name.
-        let Some(number) = entry.port.filter(|number| *number != 0) else {
-            continue;
-        };
-        let Some(name) = &entry.name else {
-            let reason = r#"names no port, so this one is not used; write "" for an unnamed port"#;
-            refusals.add(field("name"), "null", reason);
-            continue;
-        };
         let protocol = refusals.protocol(|| field("protocol"), entry.protocol.as_deref());
+        // For the API that is each port; kube-proxy ignores it.
+        let Some(number) = entry.port else {
+            let reason = "is no number, so this port is not used; write that of the endpoints";
+            refusals.add(field("port"), "null", reason);
+            continue;
+        };
         let port = refusals.port(|| field("port"), number);
         if let (Some(protocol), Some(port)) = (protocol, port) {
             taken.push(model::SlicePort {
-                name: name.as_str().into(),
+                name: entry.name.as_deref().unwrap_or_default().into(),
                 protocol,
                 port,
             });
@@ -619,7 +651,8 @@ fn endpoints(
     let mut taken = Vec::new();
     for (i, endpoint) in endpoints.iter().enumerate() {
         let field = || format!("endpoints[{i}].addresses[0]");
-        let Some(text) = endpoint.addresses.first() else {
+        let listed = endpoint.addresses.as_deref().unwrap_or_default();
+        let Some(text) = listed.first() else {
             refusals.add(
                 format!("endpoints[{i}].addresses"),
                 "[]",

@@ -82,8 +82,16 @@ fn a_log_that_cannot_be_written_changes_no_exit_code() {
 fn a_signal_ends_a_start_that_waits() {
     let fifo = Name::new("fifo");
     mkfifo(&fifo.0, Mode::S_IRWXU).unwrap();
+    let kubeconfig = Name::new("kubeconfig");
+    let text = format!(
+        "current-context: c\ncontexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+         clusters: [{{name: c, cluster: {{server: 'https://192.0.2.1'}}}}]\n\
+         users: [{{name: u, user: {{tokenFile: {}}}}}]\n",
+        fifo.0.display()
+    );
+    fs::write(&kubeconfig.0, text).unwrap();
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
-        let path = fifo.0.to_str().unwrap();
+        let path = kubeconfig.0.to_str().unwrap();
         let mut process = ipvs_proxy(&["run", "--kubeconfig", path])
             .stderr(Stdio::null())
             .spawn()

@@ -13,7 +13,8 @@ use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 use secrecy::ExposeSecret;
 
-use super::counting::Counting;
+use super::counting::{Counting, Pauses};
+use crate::manifests::read_regular;
 use crate::metrics::Requests;
 
 /// How long nothing may come from the API server before the connection counts as dead. Watches
@@ -32,6 +33,8 @@ pub struct Access {
     pub master: Option<String>,
     /// Where all requests are counted.
     pub requests: Requests,
+    /// For how long the server wants not to be asked.
+    pub pauses: Pauses,
 }
 
 /// Why no client can be made.
@@ -82,7 +85,7 @@ impl Access {
                     path: path.clone(),
                     reason: first_line(&error),
                 };
-                let kubeconfig = Kubeconfig::read_from(path).map_err(named)?;
+                let kubeconfig = read(path).map_err(named)?;
                 let options = KubeConfigOptions::default();
                 let config = Config::from_custom_kubeconfig(kubeconfig, &options)
                     .await
@@ -116,7 +119,7 @@ impl Access {
         // The watcher has its own back-off, and says why it waits.
         config.default_retry = false;
         let server = config.cluster_url.to_string();
-        let counting = Counting::new(&self.requests, &config.cluster_url);
+        let counting = Counting::new(&self.requests, &self.pauses, &config.cluster_url);
         let client = ClientBuilder::try_from(config)
             .map_err(|error| AccessError::Client(Box::new(error)))?
             .with_layer(&counting)
@@ -129,7 +132,7 @@ impl Access {
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = BuildHasherDefault::<DefaultHasher>::default().build_hasher();
         for path in self.files() {
-            hasher.write(&std::fs::read(path).unwrap_or_default());
+            hasher.write(&read_regular(&path).unwrap_or_default());
             hasher.write_u8(0);
         }
         hasher.finish()
@@ -143,7 +146,7 @@ impl Access {
         };
         let folder = path.parent().unwrap_or(Path::new(""));
         let mut files = vec![path.clone()];
-        if let Ok(kubeconfig) = Kubeconfig::read_from(path) {
+        if let Ok(kubeconfig) = read(path) {
             let clusters = kubeconfig.clusters.into_iter().filter_map(|c| c.cluster);
             files.extend(clusters.filter_map(|c| Some(folder.join(c.certificate_authority?))));
             let users = kubeconfig
@@ -184,6 +187,12 @@ impl Access {
             )
         })
     }
+}
+
+/// A kubeconfig. One that is no file with an end, such as a FIFO, is not waited for.
+fn read(path: &Path) -> Result<Kubeconfig, KubeconfigError> {
+    read_regular(path).map_err(|error| KubeconfigError::ReadConfig(error, path.to_owned()))?;
+    Kubeconfig::read_from(path)
 }
 
 /// What an error says, without the lines of the file that a parser shows: there are secrets in it.
@@ -235,6 +244,21 @@ mod tests {
                 "{shown}"
             );
         }
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_kubeconfig_that_is_no_file_is_not_waited_for() {
+        let path = std::env::temp_dir().join(format!("ipvs-proxy-fifo-{}", std::process::id()));
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let access = Access {
+            kubeconfig: Some(path.clone()),
+            ..Access::default()
+        };
+        let _ = access.fingerprint();
+        let client = access.client().await;
+        let error = client.map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("not a regular file"), "{error}");
         std::fs::remove_file(&path).unwrap();
     }
 

@@ -1,32 +1,73 @@
 //! Counts the requests to the API server, as client-go does: each by its status code, or as an error when there is no
-//! answer, and how long it took until its answer was read. A watch lasts as long as it may, and is not timed.
+//! answer, and how long it took until its answer was read. A watch lasts as long as it may, and is not timed. Notes for how
+//! long the server wants not to be asked, and bounds what is read of an answer.
 
+use std::collections::BTreeMap;
 use std::pin::Pin;
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use http_body_util::BodyExt as _;
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::Bytes;
+use hyper::header::RETRY_AFTER;
 use hyper::{Request, Response, Uri};
 use kube::client::Body;
 use tower::{BoxError, Layer, Service};
 
+use super::Kind;
+use super::bounded::Bounded;
 use crate::metrics::Requests;
+
+/// For how long the server wants not to be asked for a kind, by the header of its last answer. That of a list or a watch of
+/// all objects; the client library drops headers.
+#[derive(Debug, Clone, Default)]
+pub struct Pauses(Arc<Mutex<BTreeMap<Kind, Duration>>>);
+
+impl Pauses {
+    /// What the last answer asked for.
+    pub(super) fn take(&self, kind: Kind) -> Duration {
+        let pause = self.0.lock().ok().and_then(|mut all| all.remove(&kind));
+        pause.unwrap_or_default()
+    }
+
+    fn note<B>(&self, kind: Kind, answer: &Response<B>) {
+        // A date is no form that the API server uses.
+        let seconds = answer
+            .headers()
+            .get(RETRY_AFTER)
+            .filter(|_| !answer.status().is_success())
+            .and_then(|value| value.to_str().ok()?.trim().parse().ok());
+        if let (Some(seconds), Ok(mut all)) = (seconds, self.0.lock()) {
+            all.insert(kind, Duration::from_secs(seconds));
+        }
+    }
+}
+
+/// The kind of which a path asks for all objects.
+fn listed(path: &str) -> Option<Kind> {
+    let (before, resource) = path.rsplit_once('/')?;
+    Kind::ALL
+        .into_iter()
+        .find(|kind| kind.resource() == resource && !before.contains("/namespaces/"))
+}
 
 /// The layer of a client that counts.
 #[derive(Debug, Clone)]
 pub(super) struct Counting {
     requests: Requests,
+    pauses: Pauses,
     host: String,
 }
 
 impl Counting {
     /// For a client of that server.
-    pub(super) fn new(requests: &Requests, server: &Uri) -> Counting {
+    pub(super) fn new(requests: &Requests, pauses: &Pauses, server: &Uri) -> Counting {
         let host = server.host().unwrap_or("none");
         Counting {
             requests: requests.clone(),
+            pauses: pauses.clone(),
             host: match server.port_u16() {
                 Some(port) => format!("{host}:{port}"),
                 None => host.to_owned(),
@@ -79,16 +120,21 @@ where
             since: Instant::now(),
             answered: false,
         };
+        let kind = listed(request.uri().path());
+        let pauses = self.counting.pauses.clone();
         let answer = self.inner.call(request);
         Box::pin(async move {
             let answer = answer.await?;
             underway.answered(answer.status().as_u16());
+            if let Some(kind) = kind {
+                pauses.note(kind, &answer);
+            }
+            let watch = underway.watch;
             // It is over when the body was read, or nobody wants it any more.
-            let keep = move |frame| {
-                let _ = &underway;
-                frame
-            };
-            Ok(answer.map(|body| body.map_frame(keep).boxed_unsync()))
+            Ok(
+                answer
+                    .map(|body| Bounded::new(body.boxed_unsync(), watch, underway).boxed_unsync()),
+            )
         })
     }
 }
@@ -106,14 +152,14 @@ struct Underway {
 impl Underway {
     fn answered(&mut self, code: u16) {
         self.answered = true;
-        let Counting { requests, host } = &self.counting;
+        let Counting { requests, host, .. } = &self.counting;
         requests.ended(Some(code), &self.method, host);
     }
 }
 
 impl Drop for Underway {
     fn drop(&mut self) {
-        let Counting { requests, host } = &self.counting;
+        let Counting { requests, host, .. } = &self.counting;
         // Also when nobody waited any longer.
         if !self.answered {
             requests.ended(None, &self.method, host);
@@ -151,7 +197,8 @@ mod tests {
     fn each_request_is_counted_once() {
         let metrics = Metrics::new(&Family::ALL);
         let host = Uri::from_static("https://user:secret@192.0.2.1:6443/base");
-        let mut client = Counting::new(&metrics.requests, &host).layer(service_fn(server));
+        let mut client =
+            Counting::new(&metrics.requests, &Pauses::default(), &host).layer(service_fn(server));
         let mut send = |method: &str, path: &'static str| {
             let request = Request::builder().method(method).uri(path);
             client.call(request.body(Body::empty()).unwrap())

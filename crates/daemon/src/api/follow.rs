@@ -5,21 +5,22 @@ use std::collections::BTreeSet;
 use std::error::Error as _;
 use std::io::ErrorKind;
 use std::sync::mpsc::SyncSender;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use futures::StreamExt as _;
 use ipvs_proxy_netlink::Causes;
-use k8s_openapi::api::core::v1::{Node, Service};
-use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::api::{ListParams, WatchEvent, WatchParams};
-use kube::{Api, Client};
+use kube::{Api, Client, Resource as _};
+use tokio::time::Instant;
 use tracing::info;
 
+use super::backoff::Backoff;
+use super::bounded::TooLong;
 use super::sent::Sent;
 use super::told::Told;
 use super::{Access, ApiEvent, Followed, Kind, News};
 use crate::controller::Event;
-use crate::translate;
+use crate::objects::{EndpointSlice, Node, Service};
 
 /// kube-proxy's own selection, made by the server.
 const SELECTOR: &str = "!service.kubernetes.io/service-proxy-name,!service.kubernetes.io/headless";
@@ -29,12 +30,8 @@ const PAGE: u32 = 500;
 const WATCH_S: u32 = 290;
 /// A watch that lasted less than this, and brought nothing, was hardly one.
 const SHORT: Duration = Duration::from_secs(1);
-/// After a watch that lasted that long a failure is the first of its kind.
-const LONG: Duration = Duration::from_secs(10);
 /// The most characters of an error that are told: an answer may be a page for a person.
 const LONGEST_TEXT: usize = 500;
-const FIRST_PAUSE: Duration = Duration::from_millis(500);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// Objects that are told together.
 const TOGETHER: usize = 256;
 /// How often the files behind a client are looked at.
@@ -50,15 +47,14 @@ pub async fn follow(access: &Access, node_name: &str, sender: &SyncSender<Event>
             Ok((client, server)) => {
                 info!(server, "following the API server");
                 told.clear();
-                let ended = tokio::select! {
-                    ended = follow_all(&client, access, node_name, sender, &mut known) => ended,
+                tokio::select! {
+                    () = follow_all(&client, access, node_name, sender, &mut known) => return,
                     () = changed(access, fingerprint) => {
                         info!("credentials or the API server's address changed: connecting anew");
-                        Ended::Unknown
                     }
-                };
-                if matches!(ended, Ended::Nobody) {
-                    return;
+                }
+                for of in [&mut known.services, &mut known.slices, &mut known.node] {
+                    of.backoff.try_now();
                 }
             }
             Err(error) => {
@@ -85,22 +81,29 @@ async fn changed(access: &Access, fingerprint: u64) {
     }
 }
 
-/// What was told of each kind, so that what vanished unseen is told gone by the next list.
+/// What is known over all clients.
 #[derive(Debug, Default)]
 struct Known {
-    services: Told,
-    slices: Told,
-    node: Told,
+    services: Of,
+    slices: Of,
+    node: Of,
     /// The latest change of an endpoint that was told.
     latest: Cell<Option<SystemTime>>,
 }
 
-/// Why following ended.
-enum Ended {
-    /// Nobody listens any more.
-    Nobody,
-    /// The server does not know us (401): a token may have been renewed.
-    Unknown,
+/// What is known of a kind.
+#[derive(Debug, Default)]
+struct Of {
+    /// So that what vanished unseen is told gone by the next list.
+    told: Told,
+    backoff: Backoff,
+}
+
+/// Where a watch goes on, and since when one stands.
+#[derive(Debug, Default)]
+struct Place {
+    version: Option<String>,
+    stands: Option<Instant>,
 }
 
 /// What stands between two answers of the server.
@@ -119,13 +122,14 @@ fn is(error: &kube::Error, code: u16) -> bool {
     matches!(error, kube::Error::Api(status) if status.code == code)
 }
 
+/// Returns when nobody listens any more.
 async fn follow_all(
     client: &Client,
     access: &Access,
     node_name: &str,
     sender: &SyncSender<Event>,
     known: &mut Known,
-) -> Ended {
+) {
     let everywhere = Some(SELECTOR);
     let own = format!("metadata.name={node_name}");
     let latest = &known.latest;
@@ -139,9 +143,9 @@ async fn follow_all(
         fields: fields.map(str::to_owned),
     };
     tokio::select! {
-        ended = follower(everywhere, None).run::<Service>(&mut known.services) => ended,
-        ended = follower(everywhere, None).run::<EndpointSlice>(&mut known.slices) => ended,
-        ended = follower(None, Some(&own)).run::<Node>(&mut known.node) => ended,
+        () = follower(everywhere, None).run::<Service>(&mut known.services) => {}
+        () = follower(everywhere, None).run::<EndpointSlice>(&mut known.slices) => {}
+        () = follower(None, Some(&own)).run::<Node>(&mut known.node) => {}
     }
 }
 
@@ -157,43 +161,42 @@ struct Follower<'a> {
 }
 
 impl Follower<'_> {
-    async fn run<K: Followed>(self, told: &mut Told) -> Ended {
-        let api = Api::<Sent<K>>::all(self.client.clone());
-        let mut version = None;
-        let mut failures = 0;
+    async fn run<K: Followed>(self, of: &mut Of) {
+        let mut api = Api::<Sent<K>>::all(self.client.clone());
+        let mut place = Place::default();
         loop {
-            let started = Instant::now();
-            let error = match self.once(&api, told, &mut version).await {
+            of.backoff.wait().await;
+            let ended = self.once(&api, &mut of.told, &mut place).await;
+            let stood = place
+                .stands
+                .take()
+                .map_or(Duration::ZERO, |at| at.elapsed());
+            let error = match ended {
                 Ok(()) => {
-                    failures = 0;
-                    // One that ends after its first event is not asked as fast as it answers.
-                    if started.elapsed() < SHORT {
-                        tokio::time::sleep(FIRST_PAUSE).await;
-                    }
+                    of.backoff.ended(stood);
                     continue;
                 }
-                Err(Stop::Nobody) => return Ended::Nobody,
+                Err(Stop::Nobody) => return,
                 Err(Stop::Failed(error)) => error,
             };
-            if started.elapsed() > LONG {
-                failures = 0;
-            }
-            let pause = pause(failures, &error);
+            let asked = self.access.pauses.take(K::KIND).max(asked(&error));
+            let first = of.backoff.failed(stood, asked);
             // The server no longer has what came after the last answer: that happens, once.
             let expired = is(&error, 410);
-            if expired {
-                version = None;
+            if expired || is_unreadable(&error) {
+                place.version = None;
             }
-            if !(expired && failures == 0) {
+            if !(expired && first) {
                 let failed = ApiEvent::Failed(K::KIND, self.say(&error));
                 if self.tell(failed).is_err() {
-                    return Ended::Nobody;
+                    return;
                 }
             }
-            failures += 1;
-            tokio::time::sleep(pause).await;
-            if is(&error, 401) {
-                return Ended::Unknown;
+            // The server does not know us: a token may have been renewed, which a new client reads at once.
+            if is(&error, 401)
+                && let Ok((client, _)) = self.access.client().await
+            {
+                api = Api::all(client);
             }
         }
     }
@@ -203,9 +206,9 @@ impl Follower<'_> {
         &self,
         api: &Api<Sent<K>>,
         told: &mut Told,
-        version: &mut Option<String>,
+        place: &mut Place,
     ) -> Result<(), Stop> {
-        let from = match version.take() {
+        let from = match place.version.take() {
             Some(version) => version,
             None => self.list(api, told).await?,
         };
@@ -213,7 +216,7 @@ impl Follower<'_> {
         params.label_selector.clone_from(&self.labels);
         params.field_selector.clone_from(&self.fields);
         // Whatever ends the watch, the next goes on from here.
-        let last = version.insert(from);
+        let last = place.version.insert(from);
         let stream = api.watch(&params, last).await?;
         let mut stream = std::pin::pin!(stream.ready_chunks(TOGETHER));
         // An answer has begun: whether it is a watch shows by its first event, or by its silence.
@@ -241,8 +244,7 @@ impl Follower<'_> {
                         object
                     }
                     Ok(WatchEvent::Deleted(object)) => {
-                        let name = translate::object_name(&object.metadata);
-                        told.remove::<K>(name, &mut news);
+                        told.remove::<K>(object.name(), &mut news);
                         object
                     }
                     Ok(WatchEvent::Error(status)) => {
@@ -258,11 +260,13 @@ impl Follower<'_> {
                     last.clone_from(version);
                 }
             }
+            told.tell_unread::<K>(&mut news);
             self.tell_news(news)?;
             if let Some(stop) = stop {
                 return Err(stop);
             }
             if !std::mem::replace(&mut follows, true) {
+                place.stands = Some(Instant::now());
                 // Also of a failure that another client met.
                 self.tell(ApiEvent::Followed(K::KIND))?;
             }
@@ -284,7 +288,10 @@ impl Follower<'_> {
         loop {
             let page = api.list(&params).await?;
             let types = (&*page.types.api_version, &*page.types.kind);
-            let (version, kind) = (K::api_version(&()), format!("{}List", K::kind(&())));
+            let (version, kind) = (
+                Sent::<K>::api_version(&()),
+                format!("{}List", K::KIND.object()),
+            );
             // Else all that is in force would go for something that is no answer.
             if types != (&*version, &*kind) {
                 return Err(odd(format!(
@@ -297,7 +304,7 @@ impl Follower<'_> {
             let mut news = News::default();
             let before = listed.len();
             for object in &page.items {
-                listed.insert(translate::object_name(&object.metadata));
+                listed.insert(object.name());
                 told.put(object, self.node_name, &mut news);
             }
             news.triggers.retain(|(_, at)| Some(*at) > latest);
@@ -306,6 +313,7 @@ impl Follower<'_> {
                 told.retain::<K>(&listed, &mut news);
                 news.listed = Some(K::KIND);
             }
+            told.tell_unread::<K>(&mut news);
             self.tell_news(news)?;
             match next {
                 Some(_) if before > 0 && listed.len() == before => {
@@ -371,47 +379,32 @@ pub(crate) fn in_a_line(text: &str) -> String {
     }
 }
 
-/// How long to wait after an error: twice as long each time, no two processes alike; longer if the server asks for it.
-fn pause(failures: u32, error: &kube::Error) -> Duration {
-    let longest = FIRST_PAUSE * 2_u32.saturating_pow(failures.min(6));
-    let longest = longest.min(LONGEST_PAUSE);
-    // From 50 % to 100 %.
-    let share = 0.5 + 0.5 * share();
-    let asked = match error {
+/// For how long the server wants not to be asked, by what it says of the failure.
+fn asked(error: &kube::Error) -> Duration {
+    let seconds = match error {
         kube::Error::Api(status) => status.details.as_ref().map_or(0, |d| d.retry_after_seconds),
         _ => 0,
     };
-    longest.mul_f64(share) + Duration::from_secs(u64::from(asked))
+    Duration::from_secs(seconds.into())
 }
 
-/// A number from 0 to 1 that differs from process to process and from call to call.
-fn share() -> f64 {
-    use std::hash::{BuildHasher as _, RandomState};
-    // The keys of the hash are random.
-    let number = RandomState::new().hash_one(0_u8) >> 32;
-    f64::from(u32::try_from(number).unwrap_or_default()) / f64::from(u32::MAX)
+/// Whether a watch would come to the same again, while a list may go past it.
+fn is_unreadable(error: &kube::Error) -> bool {
+    match error {
+        kube::Error::SerdeError(_) => true,
+        kube::Error::ReadEvents(error) => {
+            let mut cause = error.get_ref().map(|e| e as &dyn std::error::Error);
+            while let Some(error) = cause {
+                if error.is::<TooLong>() {
+                    return true;
+                }
+                cause = error.source();
+            }
+            false
+        }
+        _ => false,
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::in_a_line;
-
-    #[test]
-    fn what_others_wrote_is_one_short_line() {
-        for (text, line) in [
-            ("services is forbidden", "services is forbidden"),
-            (
-                "ServiceError: client error (Connect)",
-                "client error (Connect)",
-            ),
-            (
-                "<html>\n  <b>\u{1b}[31mred</b>\r\nERROR forged",
-                "<html> <b> [31mred</b> ERROR forged",
-            ),
-        ] {
-            assert_eq!(in_a_line(text), line);
-        }
-        let long = in_a_line(&"é".repeat(10_000));
-        assert_eq!(long.chars().count(), 502);
-    }
-}
+mod tests;

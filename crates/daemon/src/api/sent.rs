@@ -2,11 +2,16 @@
 
 use std::borrow::Cow;
 
+use ipvs_proxy_core::model::ObjectName;
+use k8s_openapi::ClusterResourceScope;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Resource;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
+
+use super::Followed;
+use crate::translate;
 
 /// An object, or why it can't be read: one of them must not stop what is told of all others.
 #[derive(Clone, Debug)]
@@ -16,48 +21,50 @@ pub(super) struct Sent<K> {
     pub(super) object: Result<K, (String, String)>,
 }
 
+impl<K> Sent<K> {
+    pub(super) fn name(&self) -> ObjectName {
+        let metadata = &self.metadata;
+        translate::object_name(metadata.namespace.as_deref(), metadata.name.as_deref())
+    }
+}
+
 impl<'de, K: DeserializeOwned> Deserialize<'de> for Sent<K> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let mut value = Value::deserialize(deserializer)?;
-        // Nobody reads them here, and the API server stores a Service's without their times, which the type asks for.
-        if let Some(status) = value.get_mut("status").and_then(Value::as_object_mut) {
-            status.remove("conditions");
-        }
-        let metadata = value.get("metadata").cloned().unwrap_or_default();
-        let word = |name: &str| Some(metadata.get(name)?.as_str()?.to_owned());
-        // What names the object, where the rest can't be read.
-        let name = ObjectMeta {
-            name: word("name"),
-            namespace: word("namespace"),
-            resource_version: word("resourceVersion"),
-            ..ObjectMeta::default()
-        };
+        let value = Value::deserialize(deserializer)?;
+        let metadata = value.get("metadata");
+        let word = |name: &str| Some(metadata?.get(name)?.as_str()?.to_owned());
         Ok(Sent {
-            metadata: serde_json::from_value(metadata).unwrap_or(name),
-            object: serde_path_to_error::deserialize(value)
+            // What names the object, also where the rest can't be read.
+            metadata: ObjectMeta {
+                name: word("name"),
+                namespace: word("namespace"),
+                resource_version: word("resourceVersion"),
+                ..ObjectMeta::default()
+            },
+            object: serde_path_to_error::deserialize(&value)
                 .map_err(|error| (error.path().to_string(), error.inner().to_string())),
         })
     }
 }
 
-impl<K: Resource<DynamicType = ()>> Resource for Sent<K> {
+impl<K: Followed> Resource for Sent<K> {
     type DynamicType = ();
-    type Scope = K::Scope;
+    type Scope = ClusterResourceScope;
 
     fn kind(_: &()) -> Cow<'_, str> {
-        K::kind(&())
+        K::KIND.object().into()
     }
 
     fn group(_: &()) -> Cow<'_, str> {
-        K::group(&())
+        K::KIND.group().into()
     }
 
     fn version(_: &()) -> Cow<'_, str> {
-        K::version(&())
+        "v1".into()
     }
 
     fn plural(_: &()) -> Cow<'_, str> {
-        K::plural(&())
+        K::KIND.resource().into()
     }
 
     fn meta(&self) -> &ObjectMeta {
@@ -71,10 +78,10 @@ impl<K: Resource<DynamicType = ()>> Resource for Sent<K> {
 
 #[cfg(test)]
 mod tests {
-    use k8s_openapi::api::core::v1::Service;
     use kube::api::WatchEvent;
 
     use super::Sent;
+    use crate::objects::Service;
 
     fn modified(service: &str) -> Sent<Service> {
         let line = format!(r#"{{"type": "MODIFIED", "object": {service}}}"#);

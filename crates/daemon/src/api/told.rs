@@ -1,13 +1,14 @@
 //! What was told of the objects of a kind: which of them are in force, and which can't be read.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
 
 use ipvs_proxy_core::model::ObjectName;
 
+use super::follow::in_a_line;
 use super::sent::Sent;
-use super::{Followed, News, in_a_line};
-use crate::serve::unusable;
-use crate::translate::{self, Refusal};
+use super::{Followed, News, Unread};
+use crate::translate::Refusal;
 
 /// What was told of the objects of a kind.
 #[derive(Debug, Default)]
@@ -16,28 +17,36 @@ pub(super) struct Told {
     known: BTreeSet<ObjectName>,
     /// Objects whose last version can't be read, and why.
     unread: BTreeMap<ObjectName, String>,
+    /// `unread` is not as it was told last.
+    changed: bool,
+    /// What was refused of the last version of an object, as hashes.
+    refused: BTreeMap<ObjectName, BTreeSet<u64>>,
 }
 
 impl Told {
     /// Takes in an object as it is now. When it can't be read, what it said before stays in force; when
     /// nothing was read of it before, nothing of it counts.
     pub(super) fn put<K: Followed>(&mut self, sent: &Sent<K>, node_name: &str, news: &mut News) {
-        let name = translate::object_name(&sent.metadata);
+        let name = sent.name();
         let nameless = ("metadata.name".to_owned(), "missing".to_owned());
         let (field, error) = match &sent.object {
             Ok(_) if name.name.is_empty() => &nameless,
             Ok(object) => {
                 self.known.insert(name.clone());
-                self.forget_unread::<K>(&name, news);
+                self.changed |= self.unread.remove(&name).is_some();
+                let before = news.refusals.len();
                 object.tell(node_name, news);
+                let refusals = news.refusals.split_off(before);
+                news.refusals.extend(self.new_ones(name, refusals));
                 return;
             }
             Err(error) => error,
         };
         let kept = self.known.contains(&name);
         let refusal = Refusal {
-            object: format!("{} {name}", K::kind(&())),
+            object: format!("{} {name}", K::KIND.object()),
             field: field.clone(),
+            // It may quote the value.
             value: in_a_line(error),
             reason: match kept {
                 true => "so what the object said before stays in force".to_owned(),
@@ -49,15 +58,42 @@ impl Told {
         if self.unread.get(&name) != Some(&why) {
             self.unread.insert(name, why);
             news.refusals.push(refusal);
-            self.tell_unread::<K>(news);
+            self.changed = true;
         }
+    }
+
+    /// The refusals of an object that its last version did not have: the same of each version would hide all else.
+    fn new_ones(&mut self, name: ObjectName, refusals: Vec<Refusal>) -> Vec<Refusal> {
+        let hash =
+            |refusal: &Refusal| BuildHasherDefault::<DefaultHasher>::default().hash_one(refusal);
+        let hashes: BTreeSet<u64> = refusals.iter().map(hash).collect();
+        let told = match hashes.is_empty() {
+            true => self.refused.remove(&name),
+            false => self.refused.insert(name, hashes),
+        };
+        let told = told.unwrap_or_default();
+        let new = refusals.into_iter();
+        new.filter(|refusal| !told.contains(&hash(refusal)))
+            .collect()
     }
 
     /// An object is gone.
     pub(super) fn remove<K: Followed>(&mut self, name: ObjectName, news: &mut News) {
-        self.forget_unread::<K>(&name, news);
+        self.changed |= self.unread.remove(&name).is_some();
+        self.refused.remove(&name);
         self.known.remove(&name);
         K::tell_gone(name, news);
+    }
+
+    /// Tells what can't be read now, where that changed: once for all objects of the news.
+    pub(super) fn tell_unread<K: Followed>(&mut self, news: &mut News) {
+        if std::mem::take(&mut self.changed) {
+            news.unread = Some(Unread {
+                kind: K::KIND,
+                objects: self.unread.values().cloned().collect(),
+                never_read: self.unread.keys().any(|name| !self.known.contains(name)),
+            });
+        }
     }
 
     /// There are these objects and no others: the rest went unseen.
@@ -68,25 +104,15 @@ impl Told {
             self.remove::<K>(name, news);
         }
     }
-
-    fn forget_unread<K: Followed>(&mut self, name: &ObjectName, news: &mut News) {
-        if self.unread.remove(name).is_some() {
-            self.tell_unread::<K>(news);
-        }
-    }
-
-    fn tell_unread<K: Followed>(&self, news: &mut News) {
-        news.unread = Some((K::KIND, unusable(self.unread.values())));
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use ipvs_proxy_core::model::Change;
-    use k8s_openapi::api::core::v1::Service;
 
     use super::*;
     use crate::api::Kind;
+    use crate::objects::Service;
 
     const GOOD: &str = r#"{"metadata": {"name": "web"}, "spec": {"clusterIP": "10.0.0.1"}}"#;
     const OTHER: &str = r#"{"metadata": {"name": "web"}, "spec": {"clusterIP": "10.0.0.2"}}"#;
@@ -102,10 +128,14 @@ mod tests {
             other => panic!("{other:?}"),
         });
         let refusals = news.refusals.iter().map(ToString::to_string);
-        let unread = news.unread.iter().map(|(kind, why)| {
-            assert_eq!(*kind, Kind::Services);
-            let number = why.as_deref().and_then(|why| why.split(' ').next());
-            format!("{} unread", number.unwrap_or("0"))
+        let unread = news.unread.iter().map(|unread| {
+            assert_eq!(unread.kind, Kind::Services);
+            let never = if unread.never_read {
+                ", never read"
+            } else {
+                ""
+            };
+            format!("{} unread{never}", unread.objects.len())
         });
         changes.chain(refusals).chain(unread).collect()
     }
@@ -114,6 +144,7 @@ mod tests {
         let mut news = News::default();
         let sent: Sent<Service> = serde_json::from_str(text).unwrap();
         told.put(&sent, "n1", &mut news);
+        told.tell_unread::<Service>(&mut news);
         said(&news)
     }
 
@@ -125,7 +156,7 @@ mod tests {
             put(&mut told, text),
             [
                 "Service default/: metadata.name: missing so nothing of the object is used",
-                "1 unread"
+                "1 unread, never read"
             ]
         );
         assert_eq!(listed(&mut told, &["web"]), [" gone", "0 unread"]);
@@ -135,6 +166,7 @@ mod tests {
         let mut news = News::default();
         let names = names.iter().map(|name| ObjectName::new("default", name));
         told.retain::<Service>(&names.collect(), &mut news);
+        told.tell_unread::<Service>(&mut news);
         said(&news)
     }
 
@@ -167,13 +199,17 @@ mod tests {
                 false => {
                     let mut news = News::default();
                     told.remove::<Service>(ObjectName::new("default", "web"), &mut news);
+                    told.tell_unread::<Service>(&mut news);
                     said(&news)
                 }
             };
             assert_eq!(gone, ["web gone", "0 unread"]);
             // Made again, it has said nothing before.
             let refused = refused("nothing of the object is used");
-            assert_eq!(put(&mut told, BAD), [refused, "1 unread".to_owned()]);
+            assert_eq!(
+                put(&mut told, BAD),
+                [refused, "1 unread, never read".to_owned()]
+            );
         }
     }
 
@@ -181,8 +217,55 @@ mod tests {
     fn nothing_counts_of_what_was_never_read() {
         let mut told = Told::default();
         let refused = refused("nothing of the object is used");
-        assert_eq!(put(&mut told, BAD), [refused, "1 unread".to_owned()]);
+        assert_eq!(
+            put(&mut told, BAD),
+            [refused, "1 unread, never read".to_owned()]
+        );
         assert_eq!(listed(&mut told, &["web"]), [""; 0]);
         assert_eq!(put(&mut told, GOOD), ["web 10.0.0.1", "0 unread"]);
+    }
+
+    /// One line per object and cause, not per version.
+    #[test]
+    fn a_refusal_is_told_once() {
+        let mut told = Told::default();
+        let part = |address: &str, more: &str| {
+            let good = GOOD.replace('}', "").replace(r#""web""#, r#""web"}"#);
+            format!(r#"{good}, "externalIPs": ["{address}"]{more}}}}}"#)
+        };
+        let refused = |address: &str| {
+            format!("Service default/web: spec.externalIPs[0]: \"{address}\" is not an IP address")
+        };
+        let good = || "web 10.0.0.1".to_owned();
+        assert_eq!(put(&mut told, &part("x", "")), [good(), refused("x")]);
+        let more = r#", "type": "NodePort""#;
+        assert_eq!(put(&mut told, &part("x", more)), [good()]);
+        assert_eq!(put(&mut told, &part("y", more)), [good(), refused("y")]);
+        assert_eq!(put(&mut told, GOOD), [good()]);
+        assert_eq!(put(&mut told, &part("y", more)), [good(), refused("y")]);
+        assert_eq!(listed(&mut told, &[]), ["web gone"]);
+        assert_eq!(put(&mut told, &part("y", more)), [good(), refused("y")]);
+    }
+
+    /// Thousands at once: told once for all, and not longer than a person reads.
+    #[test]
+    fn many_that_cannot_be_read_cost_little() {
+        let mut told = Told::default();
+        let mut news = News::default();
+        let long = "x".repeat(100_000);
+        for number in 0..1000 {
+            let text = format!(
+                r#"{{"metadata": {{"name": "s{number}"}}, "spec": {{"ports": [{{"port": "{long}"}}]}}}}"#
+            );
+            let sent: Sent<Service> = serde_json::from_str(&text).unwrap();
+            told.put(&sent, "n1", &mut news);
+            assert!(news.unread.is_none());
+        }
+        told.tell_unread::<Service>(&mut news);
+        let unread = news.unread.unwrap();
+        assert_eq!(unread.objects.len(), 1000);
+        assert!(unread.objects.iter().all(|why| why.len() < 700));
+        told.tell_unread::<Service>(&mut News::default());
+        assert!(!told.changed);
     }
 }

@@ -1,6 +1,5 @@
 //! Documents of a text: told apart, read, and what is wrong with them.
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, IgnoredAny};
 use serde_json::Value;
@@ -8,6 +7,7 @@ use serde_saphyr::options::DuplicateKeyPolicy;
 
 use super::kinds::{Head, Kind, List};
 use super::{Format, ManifestError, Object, newlines, printable};
+use crate::api::in_a_line;
 use crate::translate::object_name;
 
 /// One document of a text.
@@ -56,7 +56,8 @@ impl Fault {
             line: Some(first_line + self.line.map_or(0, |line| line.saturating_sub(1))),
             object: self.object,
             field: self.field,
-            message: self.message,
+            // It may quote a value of any length.
+            message: in_a_line(&self.message),
             object_only: self.object_only,
         }
     }
@@ -161,7 +162,13 @@ pub(super) struct ListHead {
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Named {
     #[serde(default)]
-    metadata: ObjectMeta,
+    metadata: Name,
+}
+
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct Name {
+    namespace: Option<String>,
+    name: Option<String>,
 }
 
 impl Document<'_> {
@@ -444,12 +451,12 @@ pub(super) fn item(index: usize) -> String {
     format!("items[{index}].")
 }
 
-pub(super) fn describe(kind: &str, metadata: &ObjectMeta) -> String {
+pub(super) fn describe(kind: &str, metadata: &Name) -> String {
     printable(&described(kind, metadata))
 }
 
-pub(super) fn described(kind: &str, metadata: &ObjectMeta) -> String {
-    match object_name(metadata) {
+pub(super) fn described(kind: &str, metadata: &Name) -> String {
+    match object_name(metadata.namespace.as_deref(), metadata.name.as_deref()) {
         name if name.name.is_empty() => kind.to_owned(),
         name if kind == "Node" => format!("{kind} {}", name.name),
         name => format!("{kind} {name}"),

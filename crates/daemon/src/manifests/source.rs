@@ -11,6 +11,7 @@ use std::time::{Duration, SystemTime};
 use ipnet::IpNet;
 use ipvs_proxy_core::model::{self, Change, ObjectName};
 
+use super::folder::{Folder, list};
 use super::{Busy, ManifestError, Object, Placed, parse, printable, text_of};
 use crate::translate::{self, Refusal};
 
@@ -99,7 +100,8 @@ impl fmt::Display for Problem {
 /// Manifests in files and directories, and what they said last.
 ///
 /// A directory counts with its files `*.yaml`, `*.yml` and `*.json`, without those whose name
-/// starts with a dot and without subdirectories; symbolic links to files are followed. The
+/// starts with a dot and without subdirectories; symbolic links to files are followed. One that is
+/// missing, or replaced by an empty one, says nothing: what it said last stays in force. The
 /// cost of a look is one `stat` a file and the work on the files that changed.
 #[derive(Debug)]
 pub struct Source {
@@ -107,6 +109,8 @@ pub struct Source {
     node_name: String,
     node_addresses: bool,
     files: BTreeMap<FileKey, File>,
+    /// The directories among the paths, by number, as they were listed last.
+    folders: BTreeMap<usize, Folder>,
     /// The files that somebody is writing now; they are read when that is done.
     busy: Busy,
     /// Who says what about each object. The last file's word counts.
@@ -189,6 +193,7 @@ impl Source {
             node_name: node_name.to_owned(),
             node_addresses,
             files: BTreeMap::new(),
+            folders: BTreeMap::new(),
             busy: Busy::default(),
             claims: BTreeMap::new(),
             unreachable: BTreeSet::new(),
@@ -234,13 +239,29 @@ impl Source {
             let under = |key: &&FileKey| key.0 == number;
             let was_directory = self.files.keys().filter(under).any(|key| key.1 != *path);
             let found = match list(path) {
-                Ok(paths) if was_directory && paths.first() == Some(path) => {
+                Ok((_, None)) if was_directory => {
                     Err(std::io::Error::other("it is not a directory any more"))
+                }
+                // As it is where nothing is mounted any more. Files that were deleted leave the same one.
+                Ok((paths, folder))
+                    if was_directory
+                        && paths.is_empty()
+                        && self.folders.get(&number) != folder.as_ref() =>
+                {
+                    Err(std::io::Error::other(
+                        "it is another directory than before and holds no manifest; \
+                         if none is wanted, restart with it as it is",
+                    ))
                 }
                 found => found,
             };
             match found {
-                Ok(paths) => listed.extend(paths.into_iter().map(|p| Arc::new((number, p)))),
+                Ok((paths, folder)) => {
+                    if let Some(folder) = folder {
+                        self.folders.insert(number, folder);
+                    }
+                    listed.extend(paths.into_iter().map(|p| Arc::new((number, p))));
+                }
                 Err(error) => {
                     let known = self.files.keys().filter(|key| key.0 == number);
                     listed.extend(known.cloned());
@@ -511,24 +532,4 @@ fn show(key: &FileKey) -> String {
     } else {
         printable(&key.1.display().to_string())
     }
-}
-
-/// The files of a path.
-fn list(path: &Path) -> std::io::Result<Vec<PathBuf>> {
-    if path == Path::new("-") || !std::fs::metadata(path)?.is_dir() {
-        return Ok(vec![path.to_owned()]);
-    }
-    let mut files = Vec::new();
-    for entry in std::fs::read_dir(path)? {
-        let entry = entry?;
-        let name = entry.file_name();
-        let extension = Path::new(&name).extension().unwrap_or_default();
-        let hidden = name.as_encoded_bytes().starts_with(b".");
-        let wanted = ["yaml", "yml", "json"].iter().any(|e| extension == *e);
-        // A link to nowhere stays in the list, so that its last good content stays in force.
-        if !hidden && wanted && !entry.path().is_dir() {
-            files.push(entry.path());
-        }
-    }
-    Ok(files)
 }

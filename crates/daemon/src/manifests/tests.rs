@@ -33,7 +33,9 @@ fn shape(placed: &[Placed]) -> Vec<(&'static str, String, usize)> {
             Object::EndpointSlice(_) => "EndpointSlice",
             Object::Node(_) => "Node",
         };
-        (kind, object_name(p.object.metadata()).to_string(), p.line)
+        let metadata = p.object.metadata();
+        let name = object_name(metadata.namespace.as_deref(), metadata.name.as_deref());
+        (kind, name.to_string(), p.line)
     });
     shape.collect()
 }
@@ -695,6 +697,108 @@ fn a_directory_that_became_a_file_is_no_word_on_its_objects() {
     fs::create_dir(&dir.0).unwrap();
 }
 
+/// A directory that lost its mount, or was exchanged for an empty one, is no word on its objects. One whose files were
+/// deleted is, and so is one with other manifests.
+#[test]
+fn another_empty_directory_is_no_word_on_objects() {
+    let dir = Scratch::new("unmounted");
+    let away = Scratch::new("unmounted-away");
+    fs::remove_dir(&away.0).unwrap();
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    let mut source = dir.source();
+    assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
+    fs::rename(&dir.0, &away.0).unwrap();
+    fs::create_dir(&dir.0).unwrap();
+    dir.write("notes.txt", "no manifest");
+    let (changes, problems) = outcome(&mut source);
+    assert_eq!(changes, [] as [&str; 0]);
+    assert!(
+        problems.len() == 1 && problems[0].contains("another directory than before"),
+        "{problems:?}"
+    );
+    assert!(problems[0].ends_with("stays in force"), "{problems:?}");
+    assert_eq!(source.faults(), [dir.0.display().to_string()]);
+    assert!(!source.is_complete());
+    // Said once, and as long as it is so.
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    assert_eq!(source.faults().len(), 1);
+    // Mounted again.
+    fs::rename(&dir.0, dir.0.with_extension("empty")).unwrap();
+    fs::rename(&away.0, &dir.0).unwrap();
+    let mended = format!("{}: is good again", dir.0.display());
+    assert_eq!(outcome(&mut source), (vec![], vec![mended.clone()]));
+    // The empty one again, which is filled by and by.
+    fs::rename(&dir.0, &away.0).unwrap();
+    fs::rename(dir.0.with_extension("empty"), &dir.0).unwrap();
+    assert_eq!(outcome(&mut source).0, [] as [&str; 0]);
+    dir.write("b.yaml", &service_text("b", "10.0.0.2"));
+    assert_eq!(
+        outcome(&mut source),
+        (
+            vec!["-a".to_owned(), "+b 10.0.0.2".to_owned()],
+            vec![mended]
+        )
+    );
+    // Its last file is deleted.
+    fs::remove_file(dir.path("b.yaml")).unwrap();
+    assert_eq!(
+        outcome(&mut source),
+        (vec!["-b".to_owned()], vec![] as Vec<String>)
+    );
+    assert!(source.is_complete());
+}
+
+/// As `git-sync` does it: the path is a link to a directory, which is pointed to another at once.
+#[test]
+fn a_link_to_another_directory_is_taken_when_there_are_manifests() {
+    use std::os::unix::fs::symlink;
+    let dir = Scratch::new("link");
+    for version in ["v1", "v2", "v3"] {
+        fs::create_dir(dir.path(version)).unwrap();
+    }
+    dir.write("v1/a.yaml", &service_text("a", "10.0.0.1"));
+    dir.write("v2/b.yaml", &service_text("b", "10.0.0.2"));
+    let point = |version: &str| {
+        symlink(version, dir.path("next")).unwrap();
+        fs::rename(dir.path("next"), dir.path("now")).unwrap();
+    };
+    point("v1");
+    let mut source = Source::new(vec![dir.path("now")], "n1", true);
+    assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
+    point("v2");
+    assert_eq!(changes(&mut source), ["-a", "+b 10.0.0.2"]);
+    point("v3");
+    assert_eq!(outcome(&mut source).0, [] as [&str; 0]);
+    assert!(!source.is_complete());
+}
+
+/// A ConfigMap that lost its last key is empty, and says so.
+#[test]
+fn a_config_map_without_keys_is_empty() {
+    let dir = Scratch::new("keys");
+    config_map(&dir, "v1", &[("c.yaml", &service_text("c", "10.0.0.1"))]);
+    let mut source = dir.source();
+    assert_eq!(changes(&mut source), ["+c 10.0.0.1"]);
+    config_map(&dir, "v2", &[]);
+    assert_eq!(changes(&mut source), [] as [&str; 0], "its link is there");
+    fs::remove_file(dir.path("c.yaml")).unwrap();
+    assert_eq!(changes(&mut source), ["-c"]);
+    assert!(source.is_complete());
+}
+
+#[test]
+fn a_file_of_absurd_length_is_refused_unread() {
+    let dir = Scratch::new("sparse");
+    dir.write("a.yaml", "");
+    let file = fs::File::options().write(true).open(dir.path("a.yaml"));
+    file.unwrap().set_len(10 << 30).unwrap();
+    let before = Instant::now();
+    let (_, problems) = outcome(&mut dir.source());
+    assert!(problems[0].contains("larger than 256 MiB"), "{problems:?}");
+    let took = before.elapsed();
+    assert!(took < Duration::from_millis(50), "{took:?}");
+}
+
 #[test]
 fn names_forge_no_lines() {
     let text = "apiVersion: v1\nkind: Service\nmetadata: {name: \"x\\nforged \\e[31m\"}\n\
@@ -783,16 +887,57 @@ fn a_list_loses_only_items_that_are_no_objects_or_say_things_twice() {
 fn yes_and_on_are_true_where_a_boolean_is_wanted() {
     for word in ["yes", "on", "True", "true"] {
         let text = format!(
-            "apiVersion: v1\nkind: Service\nmetadata: {{name: y}}\nspec: {{clusterIP: 10.0.0.1, publishNotReadyAddresses: {word}}}\n"
+            "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata: {{name: y}}\n\
+             endpoints: [{{conditions: {{terminating: {word}}}}}]\n"
         );
         let (objects, errors) = read_text("a.yaml", &text, Format::Yaml);
         assert_eq!(errors, [], "{word}");
-        let Object::Service(service) = &objects[0].object else {
+        let Object::EndpointSlice(slice) = &objects[0].object else {
             panic!("{word}: {:?}", objects[0].object);
         };
-        assert_eq!(service.metadata.name.as_deref(), Some("y"));
-        let spec = service.spec.as_ref().unwrap();
-        assert_eq!(spec.publish_not_ready_addresses, Some(true), "{word}");
+        assert_eq!(slice.metadata.name.as_deref(), Some("y"));
+        let endpoints = slice.endpoints.as_ref().unwrap();
+        let conditions = endpoints[0].conditions.as_ref().unwrap();
+        assert_eq!(conditions.terminating, Some(true), "{word}");
+    }
+}
+
+/// What no proxy needs may be of any type, at any place; what one needs is named by its path.
+#[test]
+fn only_fields_that_a_proxy_needs_are_judged() {
+    let odd = "{apiVersion: v1, kind: Service, metadata: {name: s, labels: {app: 5, x: [1]}, annotations: {a: {b: c}}, \
+               generation: x, managedFields: 5, ownerReferences: {}, finalizers: 1.5, deletionTimestamp: [x]}, \
+               spec: {clusterIP: 10.0.0.1, selector: 5, ipFamilies: x, ipFamilyPolicy: [], ports: [{port: 80, \
+               targetPort: [1], appProtocol: {}}], publishNotReadyAddresses: maybe, allocateLoadBalancerNodePorts: 7}, \
+               status: {conditions: [{type: A, lastTransitionTime: null}, 5], loadBalancer: {ingress: [{ip: 192.0.2.1, \
+               hostname: 5, ports: x}]}}}";
+    let slice = "{apiVersion: discovery.k8s.io/v1, kind: EndpointSlice, metadata: {name: e, uid: null, \
+                 creationTimestamp: long ago}, addressType: IPv4, endpoints: [{addresses: [10.1.0.1], hostname: 5, \
+                 targetRef: x, deprecatedTopology: 5}], ports: [{port: 80, appProtocol: 5}]}";
+    let node = "{apiVersion: v1, kind: Node, metadata: {name: n1, creationTimestamp: 5.5}, spec: {providerID: 5, \
+                taints: [{key: a, effect: 7}]}, status: {capacity: 5, images: x, conditions: 5, \
+                addresses: [{type: InternalIP, address: 10.0.0.1}]}}";
+    for text in [odd, slice, node] {
+        assert_eq!(read_text("a", text, Format::Yaml).1, [], "{text}");
+        let list = format!("{{apiVersion: v1, kind: List, items: [{text}]}}");
+        assert_eq!(read_text("a", &list, Format::Yaml).1, [], "{text}");
+    }
+    for (good, wrong, field) in [
+        ("port: 80", "port: x", "spec.ports[0].port"),
+        ("port: 80", "port: 3000000000", "spec.ports[0].port"),
+        ("clusterIP: 10.0.0.1", "clusterIPs: x", "spec.clusterIPs"),
+        ("clusterIP: 10.0.0.1", "type: []", "spec.type"),
+        (
+            "[{ip: 192.0.2.1",
+            "[{ip: {}",
+            "status.loadBalancer.ingress[0].ip",
+        ),
+        ("labels: {app: 5, x: [1]}", "labels: 5", "metadata.labels"),
+        ("labels: {app: 5, x: [1]}", "labels: []", "metadata.labels"),
+    ] {
+        let error = error(&odd.replace(good, wrong), Format::Yaml);
+        let start = format!("app.yaml:1: Service default/s: {field}: ");
+        assert!(error.starts_with(&start), "{error}\n{start}");
     }
 }
 
@@ -809,6 +954,6 @@ fn numbers_are_those_that_kubectl_reads() {
             panic!("{word}: {:?}", objects[0].object);
         };
         let ports = service.spec.as_ref().unwrap().ports.as_ref().unwrap();
-        assert_eq!(ports[0].port, port, "{word}");
+        assert_eq!(ports[0].port, Some(port), "{word}");
     }
 }

@@ -11,6 +11,9 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
+use tracing::warn;
+
+use super::printable;
 
 /// Editors and kubelet change several names at a time; one look afterwards is enough.
 const SETTLE: Duration = Duration::from_millis(20);
@@ -21,6 +24,8 @@ const CHECK_MS: u16 = 1000;
 struct Watched {
     path: PathBuf,
     on: Option<(WatchDescriptor, Identity)>,
+    /// Why what is there can't be watched, as told.
+    failed: Option<Errno>,
 }
 
 type Identity = (u64, u64);
@@ -60,8 +65,9 @@ impl Busy {
 /// # Errors
 ///
 /// When the kernel gives no inotify instance (`EMFILE`) or the thread can't be started.
+/// A directory that can't be watched (`ENOSPC`) is no error: it is logged, and the directory looked at each second.
 pub fn watch(paths: &[PathBuf]) -> std::io::Result<(Receiver<()>, Busy)> {
-    let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+    let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(limit)?;
     let (sender, receiver) = sync_channel(1);
     let busy = Busy::default();
     let writing = busy.clone();
@@ -72,6 +78,7 @@ pub fn watch(paths: &[PathBuf]) -> std::io::Result<(Receiver<()>, Busy)> {
         .map(|p| Watched {
             path: directory(p),
             on: None,
+            failed: None,
         })
         .collect();
     for entry in &mut watched {
@@ -81,6 +88,19 @@ pub fn watch(paths: &[PathBuf]) -> std::io::Result<(Receiver<()>, Busy)> {
         .name("manifests".to_owned())
         .spawn(move || run(&inotify, &mut watched, &sender, &writing))?;
     Ok((receiver, busy))
+}
+
+/// An error of inotify, with the limit that it speaks of (`inotify(7)`).
+fn limit(errno: Errno) -> std::io::Error {
+    let raise = match errno {
+        Errno::EMFILE => {
+            "raise the sysctl fs.inotify.max_user_instances or the limit of open files"
+        }
+        Errno::ENFILE => "raise the sysctl fs.file-max",
+        Errno::ENOSPC => "raise the sysctl fs.inotify.max_user_watches",
+        other => return other.into(),
+    };
+    std::io::Error::other(format!("inotify: {errno}; {raise}"))
 }
 
 /// The directory to watch for a path: itself, or where the file is.
@@ -171,11 +191,37 @@ impl Watched {
             | AddWatchFlags::IN_MOVE_SELF
             | AddWatchFlags::IN_ATTRIB
             | AddWatchFlags::IN_ONLYDIR;
-        if let Some(now) = now
-            && let Ok(descriptor) = inotify.add_watch(&self.path, events)
-        {
-            self.on = Some((descriptor, now));
+        let Some(now) = now else { return true };
+        match inotify.add_watch(&self.path, events) {
+            Ok(descriptor) => {
+                self.on = Some((descriptor, now));
+                self.failed = None;
+            }
+            Err(errno) => {
+                if self.failed.replace(errno) != Some(errno) {
+                    let path = printable(&self.path.display().to_string());
+                    let error = limit(errno);
+                    warn!(%path, %error, "can't be watched; is looked at each second");
+                }
+            }
         }
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_is_named_by_its_sysctl() {
+        for (errno, sysctl) in [
+            (Errno::EMFILE, "fs.inotify.max_user_instances"),
+            (Errno::ENOSPC, "fs.inotify.max_user_watches"),
+        ] {
+            let error = limit(errno).to_string();
+            assert!(error.contains(sysctl), "{error}");
+            assert!(error.contains(&errno.to_string()), "{error}");
+        }
     }
 }

@@ -529,13 +529,22 @@ fn ports_of_slices() {
     assert_eq!(refusals, none(), "there is nothing to use");
     assert_eq!(ports("ports: []"), (vec![], none()));
     assert_eq!(
-        ports("ports: [{name: a}, {name: b, port: 0}, {port: null}]"),
-        (vec![], none())
+        ports("ports: [{port: 80}, {name: null, protocol: null, port: 81}]"),
+        (vec![80, 81], none()),
+        "as the API server fills them in"
     );
     for (entry, refusal) in [
         (
-            "{port: 80}",
-            "ports[0].name: null names no port, so this one is not used; write \"\" for an unnamed port",
+            "{name: a}",
+            "ports[0].port: null is no number, so this port is not used; write that of the endpoints",
+        ),
+        (
+            "{port: null}",
+            "ports[0].port: null is no number, so this port is not used; write that of the endpoints",
+        ),
+        (
+            "{name: b, port: 0}",
+            "ports[0].port: 0 is not a port (1 to 65535)",
         ),
         (
             "{name: a, port: 65536}",
@@ -624,6 +633,18 @@ fn endpoints_that_are_refused_leave_the_others() {
     }
     let refusal = "EndpointSlice ns/s: endpoints[0].addresses: [] holds no address";
     assert_eq!(endpoints("IPv4", "", "10.0.0.1"), [refusal]);
+}
+
+#[test]
+fn refusals_of_one_object_are_few_and_short() {
+    let long = "x".repeat(1000);
+    let listed = vec![long.as_str(); 5000].join(", ");
+    let (object, refusals) = taken(&format!("clusterIP: 10.0.0.1, externalIPs: [{listed}]"));
+    assert!(object.is_some());
+    assert_eq!(refusals.len(), 11);
+    assert!(refusals.iter().all(|refusal| refusal.len() < 300));
+    let sum = "Service default/app1: more fields than these 10: also can't be used";
+    assert_eq!(refusals[10], sum);
 }
 
 #[test]

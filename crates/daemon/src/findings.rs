@@ -99,7 +99,11 @@ pub fn tell(findings: &BTreeSet<Finding>, told: &BTreeSet<Finding>, planner: &Pl
 /// Tells of drains.
 pub fn tell_drains(news: &[DrainNews], reports: &mut Reports, now: Instant) {
     for news in news {
-        let say = reports.line(Topic::Drain, now);
+        let topic = match news.step {
+            DrainStep::Began(_) => Topic::Drain,
+            _ => Topic::DrainEnd,
+        };
+        let say = reports.line(topic, now);
         let service = news.service.as_ref().map(ToString::to_string);
         let (server, real_server) = (news.virtual_server, news.real_server);
         match news.step {

@@ -53,8 +53,10 @@ pub enum Topic {
     Failed,
     /// It no longer does.
     Recovered,
-    /// Real servers that drain, and flows that lead elsewhere.
+    /// Real servers that begin to drain, and flows that lead elsewhere.
     Drain,
+    /// Real servers that no longer drain.
+    DrainEnd,
 }
 
 impl Topic {
@@ -69,6 +71,7 @@ impl Topic {
             Topic::Failed => "failed",
             Topic::Recovered => "recovered",
             Topic::Drain => "drain",
+            Topic::DrainEnd => "drain_end",
         }
     }
 
@@ -296,7 +299,7 @@ impl Reports {
             self.tokens -= 1;
             let (topic, told, left_out) = (topic.word(), window.told, window.left);
             match topic {
-                "takeover" | "recovered" | "drain" => {
+                "takeover" | "recovered" | "drain" | "drain_end" => {
                     info!(topic, told, left_out, "more of the same");
                 }
                 _ => warn!(topic, told, left_out, "more of the same"),

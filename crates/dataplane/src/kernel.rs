@@ -87,7 +87,7 @@ impl Kernel {
                 .map_err(links::failed("open nfnetlink"))?,
             tools: Tools::find(iptables)?,
             own_rules: OwnRules::default(),
-            flows: Flows::new(|_| ()),
+            flows: Flows::open().map_err(links::failed("open nfnetlink"))?,
             families: families.to_vec(),
         })
     }
@@ -105,9 +105,10 @@ impl Kernel {
         self.own_rules.clone()
     }
 
-    /// Has `report` called with what became of each pass over connection tracking's table.
+    /// Has `report` called with what became of each pass over connection tracking's table. To be called
+    /// before the first op.
     pub fn report_flows(&mut self, report: impl Fn(&Forgotten) + Send + 'static) {
-        self.flows = Flows::new(report);
+        self.flows.report_to(report);
     }
 
     /// Waits until the UDP flows are forgotten that were to be; false when they could not be, or not in

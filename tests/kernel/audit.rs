@@ -383,7 +383,7 @@ fn a_daemon_that_only_reports_says_each_thing_once_and_writes_nothing() {
     // Its real servers went with a virtual server.
     let findings = [
         (
-            "ip6tables rules",
+            "ip6tables rules in table nat",
             "missing: -t nat -A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES",
         ),
         ("entry fd96::10,tcp:80 of set KUBE-6-CLUSTER-IP", "missing"),

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_core::model::Change;
-use ipvs_proxy_core::op::{Dataplane, Op, Outcome, ReadError, Reading, StaleFlows};
+use ipvs_proxy_core::op::{
+    Dataplane, Finished, Glance, Op, Outcome, ReadError, Reading, StaleFlows,
+};
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_core::state::{Key, State};
@@ -39,11 +41,23 @@ impl Dataplane for Plane {
         }
         let rules = wanted
             .iter()
-            .filter(|(key, _)| matches!(key, Key::Rules(_)));
+            .filter(|(key, _)| matches!(key, Key::Rules(..)));
         reading
             .state
             .extend(rules.map(|(key, value)| (*key, value.clone())));
         self.kernel.read_part(&State::new(), reading)
+    }
+
+    fn finished(&mut self) -> Vec<Finished> {
+        self.kernel.finished()
+    }
+
+    fn read_rules(&mut self, key: Key, wanted: &Ruleset) {
+        self.kernel.read_rules(key, wanted);
+    }
+
+    fn glance(&mut self, servers: &[VirtualServerKey]) -> Result<Glance, ReadError> {
+        self.kernel.glance(servers)
     }
 
     fn rule_differences(&mut self, rules: &Ruleset) -> Result<Vec<String>, ReadError> {
@@ -106,8 +120,9 @@ impl Driver {
     }
 
     pub(crate) fn read(&mut self) {
-        let read = self.planner.read_agreed(&mut self.kernel).unwrap();
-        self.planner.resync(read, true, self.now);
+        self.planner
+            .read_kernel(&mut self.kernel, true, self.now)
+            .unwrap();
     }
 
     /// Carries out that many ops at most; what they were. The last round may be cut short.
@@ -151,24 +166,17 @@ impl Driver {
 
     /// Works until there is nothing to do now; what was done.
     pub(crate) fn work(&mut self) -> Vec<Op> {
+        let now = self.now;
         let mut done = Vec::new();
         loop {
-            for server in self.planner.drains_due(self.now) {
-                let connections = self.kernel.connections(server).unwrap();
-                self.planner.observe(server, &connections, self.now);
+            let step = self.planner.step(&mut self.kernel, &|| now);
+            for (op, outcome) in step.ops {
+                assert_eq!(outcome, Outcome::Done, "{op}");
+                done.push(op);
             }
-            let ops = self.planner.next(self.now);
-            if ops.is_empty() {
+            if step.rests {
                 return done;
             }
-            let outcomes = self.kernel.apply(&ops);
-            for (op, outcome) in ops.iter().zip(&outcomes) {
-                assert_eq!(*outcome, Outcome::Done, "{op}");
-            }
-            done.extend(ops.iter().cloned());
-            self.planner.commit(ops.into_iter().zip(outcomes), self.now);
-            let stale = self.planner.take_stale_flows();
-            self.kernel.forget_flows(&stale);
         }
     }
 }

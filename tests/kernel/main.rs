@@ -21,14 +21,17 @@ mod ipset;
 mod iptables;
 mod ipvs;
 mod kinds;
+mod lacking;
 mod nftables;
 mod order;
 mod reports;
 mod rules;
 mod scene;
+mod servers;
 mod state;
 mod topology;
 mod traffic;
+mod worker;
 #[path = "../../crates/proxy/tests/world/mod.rs"]
 mod world;
 

@@ -4,6 +4,7 @@
 // clippy.toml allows these in test functions; what they call is test code as well.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+mod incompatible;
 #[path = "../kernel/iptables.rs"]
 mod iptables;
 mod notices;

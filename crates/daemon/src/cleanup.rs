@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Result, anyhow};
-use ipvs_proxy_core::op::{Dataplane as _, Outcome};
+use ipvs_proxy_core::op::Outcome;
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_dataplane::growth::GROWING;
 use ipvs_proxy_dataplane::kernel::Kernel;
@@ -12,6 +12,9 @@ use ipvs_proxy_netlink::Family;
 use crate::cli::Cleanup;
 use crate::place::Place;
 use crate::say;
+
+/// How often the kernel is read again when it is not as it was read.
+const READINGS: usize = 5;
 
 /// Removes what is ours, but for virtual servers in excluded networks; how many things that were.
 /// What can't be removed is told on stderr, a line each, and stops nothing else.
@@ -30,26 +33,35 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
             say(format_args!("ipvs-proxy: remove set {GROWING}: {error}"));
         }
     }
-    planner.resync(kernel.read_whatever()?, true, Instant::now());
+    let (there, unread) = kernel.read_whatever()?;
+    for why in unread {
+        left += 1;
+        say(format_args!("ipvs-proxy: {why}"));
+    }
+    planner.resync(there, true, Instant::now());
+    let mut readings = 0;
     loop {
-        let now = Instant::now();
-        let ops = planner.next(now);
-        if ops.is_empty() {
-            break;
+        // What is not as it was read changes meanwhile.
+        if planner.in_doubt() && readings < READINGS {
+            readings += 1;
+            planner.resync(kernel.read_whatever()?.0, true, Instant::now());
         }
-        let outcomes = kernel.apply(&ops);
-        for (op, outcome) in ops.iter().zip(&outcomes) {
+        let step = planner.step(&mut kernel, &Instant::now);
+        for (op, outcome) in step.ops {
             match outcome {
                 Outcome::Done => removed += 1,
+                Outcome::Started => {}
                 Outcome::Failed(failure) => {
                     left += 1;
                     say(format_args!("ipvs-proxy: {op}: {failure}"));
                 }
             }
         }
-        planner.commit(ops.into_iter().zip(outcomes), now);
+        if step.rests || planner.in_doubt() && readings == READINGS {
+            break;
+        }
     }
-    for held in kernel.held_chains()? {
+    for held in kernel.held_chains() {
         left += 1;
         say(format_args!("ipvs-proxy: {held}"));
     }

@@ -1,25 +1,27 @@
 //! `run`: the loop between what comes in and the kernel.
 //!
 //! One thread owns the planner and every socket to the kernel: the kernel does its work inside
-//! the system call, so there is nothing to wait for elsewhere. While it works, news pile up in
-//! the channel, and the next round sees their sum.
+//! the system call, so there is nothing to wait for elsewhere. It works in turns: a turn is one round of ops, which is
+//! bounded, or one part of an audit, and between two turns all news is taken in.
 //!
-//! The audit reads the kernel in parts, and takes news in between two of them.
+//! What may take long, the tools of iptables, runs elsewhere and wakes the loop when it has ended.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_core::model::Change;
-use ipvs_proxy_core::op::{Dataplane, Op, Outcome, ReadError, Reading};
+use ipvs_proxy_core::op::{Dataplane, Finished, Op, Outcome, ReadError, Reading};
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_core::state::{Key, State};
+use ipvs_proxy_core::step::Step;
 use ipvs_proxy_dataplane::addresses::AddressNotice;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
 use ipvs_proxy_dataplane::{ports, sysctl};
+use ipvs_proxy_netlink::Family;
 use tokio::sync::mpsc;
 use tracing::{debug, error, info, warn};
 
@@ -28,6 +30,7 @@ use crate::cli::Drift;
 use crate::drains::{Deadline, Drains};
 use crate::events::{Finding, Reason};
 use crate::findings::{self, NO_POD_CIDRS};
+use crate::glances::Glances;
 use crate::hurry::Hurry;
 use crate::manifests::{Problem, Source};
 use crate::metrics::families_of;
@@ -44,6 +47,8 @@ pub enum Event {
     Addresses(Vec<AddressNotice>),
     /// Somebody else changed iptables rules.
     Rules,
+    /// Something that the kernel was asked for has ended.
+    Kernel,
     /// The configuration's file, as it is now, can't be used, and why; or it can again.
     Configuration(Option<String>),
     /// It is time to stop; the kernel's state stays.
@@ -78,6 +83,18 @@ const READ_AGAIN: Duration = Duration::from_secs(1);
 const NODE_WAIT: Duration = Duration::from_secs(30);
 /// How long an op fails until there is an Event.
 const FAILS_LONG: Duration = Duration::from_secs(60);
+/// The most events that are taken in between two turns.
+const NEWS: usize = 64;
+/// While there is always more to do, each turn of so many is the audit's.
+const AUDIT_SHARE: u32 = 16;
+/// How often the kernel is looked at for what others changed, as far as that costs almost nothing.
+const GLANCE: Duration = Duration::from_secs(1);
+/// How many virtual servers are looked at then.
+const SAMPLE: usize = 16;
+/// How many times rules of others are followed by ours again, before that is only reported.
+const MOVES: u32 = 3;
+/// How long a line of the log sums up what was applied, at most.
+const SUM: Duration = Duration::from_secs(1);
 
 /// What the loop is told besides objects.
 #[derive(Debug)]
@@ -90,6 +107,8 @@ pub struct Settings {
     pub sync_period: Duration,
     /// Whether the sysctls of strict ARP are kept, too.
     pub strict_arp: bool,
+    /// Sets the sysctls that differ; those that could not be set ([`sysctl::set`]).
+    pub set_sysctls: fn(strict_arp: bool) -> Vec<sysctl::SysctlError>,
     /// The sysctls of connection tracking, to be set once.
     pub conntrack: sysctl::Once,
     /// The timeouts of IPVS that are kept, too.
@@ -118,11 +137,12 @@ impl Settings {
 
 /// The state of the loop.
 #[derive(Debug)]
-pub struct Controller<D> {
+pub struct Controller<D, C> {
     objects: Objects,
     planner: Planner,
     kernel: D,
     settings: Settings,
+    clock: C,
     /// The kernel was read once: nothing is written before.
     adopted: bool,
     /// All was written once, as far as the kernel took it.
@@ -137,7 +157,19 @@ pub struct Controller<D> {
     last_read: Option<Instant>,
     /// When the next audit begins.
     audit_at: Instant,
-    audit: Option<Reading>,
+    audit: Option<Audit>,
+    /// When the next glance at the kernel is due.
+    glance_at: Instant,
+    glances: Glances,
+    /// What was applied since the log told of it.
+    applied: Applied,
+    turns: u32,
+    /// What was found in this turn is to be put right in the next.
+    again: bool,
+    /// Rules that could not be read, as told.
+    unread: BTreeMap<Key, ReadError>,
+    /// How many times, and when last, rules had to be moved before those of others.
+    moves: BTreeMap<Key, (u32, Instant)>,
     /// An audit although its time has not come: rules changed.
     hurry: Hurry,
     /// What the last audit found and left alone.
@@ -146,15 +178,33 @@ pub struct Controller<D> {
     sysctls: BTreeSet<String>,
 }
 
-impl<D: Dataplane> Controller<D> {
-    /// A loop that has read nothing yet.
+/// An audit on its way.
+#[derive(Debug, Default)]
+struct Audit {
+    reading: Reading,
+    /// What differed at the first reading: this is the second.
+    drift: Option<BTreeSet<Key>>,
+}
+
+/// What was applied.
+#[derive(Debug, Default)]
+struct Applied {
+    since: Option<Instant>,
+    done: usize,
+    failed: usize,
+    families: BTreeSet<Family>,
+}
+
+impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
+    /// A loop that has read nothing yet. `clock` tells what time it is.
     pub fn new(
         objects: Objects,
         mut planner: Planner,
         kernel: D,
         settings: Settings,
-    ) -> Controller<D> {
-        let now = Instant::now();
+        clock: C,
+    ) -> Controller<D, C> {
+        let now = clock();
         if settings.follow_addresses {
             planner.await_node_addresses();
         }
@@ -170,6 +220,14 @@ impl<D: Dataplane> Controller<D> {
             last_read: None,
             audit_at: now + settings.sync_period,
             audit: None,
+            glance_at: now + GLANCE,
+            glances: Glances::default(),
+            applied: Applied::default(),
+            turns: 0,
+            again: false,
+            unread: BTreeMap::new(),
+            moves: BTreeMap::new(),
+            clock,
             hurry: Hurry::default(),
             reported: BTreeSet::new(),
             sysctls: BTreeSet::new(),
@@ -181,6 +239,42 @@ impl<D: Dataplane> Controller<D> {
     /// Runs until [`Event::Stop`] or until nobody can send events any more.
     pub fn run(mut self, events: &Receiver<Event>) {
         self.settings.status.works();
+        self.start();
+        let mut more = true;
+        loop {
+            let mut event = if more {
+                events.try_recv().map_err(|error| match error {
+                    TryRecvError::Empty => RecvTimeoutError::Timeout,
+                    TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
+                })
+            } else {
+                let wait = self.wait();
+                self.settings.status.waits();
+                events.recv_timeout(wait)
+            };
+            self.settings.status.works();
+            // All news that there is, so that what follows sees its sum.
+            for _ in 0..NEWS {
+                match event {
+                    Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => {
+                        if let Some(file) = self.settings.drains.take() {
+                            let (number, drains) = self.planner.drains();
+                            file.finish(number, || drains.filter_map(with_deadline).collect());
+                        }
+                        info!("stopped; what the kernel holds stays in force");
+                        return;
+                    }
+                    Ok(event) => self.note(event),
+                    Err(RecvTimeoutError::Timeout) => break,
+                }
+                event = events.try_recv().map_err(|_| RecvTimeoutError::Timeout);
+            }
+            more = self.turn();
+        }
+    }
+
+    /// What comes before the first turn.
+    fn start(&mut self) {
         if self.planner.awaits_pod_cidrs() {
             self.settings.status.pod_cidrs(false);
         }
@@ -194,42 +288,50 @@ impl<D: Dataplane> Controller<D> {
         }
         self.list_addresses();
         self.rescan();
-        loop {
-            self.work();
-            self.keep_drains();
-            let wait = self.wait(Instant::now());
-            self.settings.status.waits();
-            let event = events.recv_timeout(wait);
-            self.settings.status.works();
-            match event {
-                Ok(Event::Manifests) => self.rescan(),
-                Ok(Event::Api(event)) => self.note_api(event),
-                Ok(Event::Addresses(notices)) => self.note_addresses(&notices),
-                Ok(Event::Rules) => self.hurry.note(Instant::now()),
-                Ok(Event::Configuration(fault)) => self.note_configuration(fault),
-                Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => break,
-                Err(RecvTimeoutError::Timeout) => self.audit_some(),
-            }
+    }
+
+    fn now(&self) -> Instant {
+        (self.clock)()
+    }
+
+    /// Takes in one event.
+    fn note(&mut self, event: Event) {
+        match event {
+            Event::Manifests => self.rescan(),
+            Event::Api(event) => self.note_api(event),
+            Event::Addresses(notices) => self.note_addresses(&notices),
+            Event::Rules => self.hurry.note(self.now()),
+            Event::Configuration(fault) => self.note_configuration(fault),
+            // The next turn asks what it is.
+            Event::Kernel | Event::Stop => {}
         }
-        if let Some(file) = self.settings.drains.take() {
-            let (number, drains) = self.planner.drains();
-            file.finish(number, || drains.filter_map(with_deadline).collect());
+    }
+
+    /// Works for a bounded time; whether there is more to do at once.
+    fn turn(&mut self) -> bool {
+        let more = self.work();
+        self.keep_drains();
+        self.turns = self.turns.wrapping_add(1);
+        if !more || self.turns.is_multiple_of(AUDIT_SHARE) {
+            self.audit_some();
         }
-        info!("stopped; what the kernel holds stays in force");
+        if !more {
+            self.glance();
+        }
+        more || self.audit.is_some() || std::mem::take(&mut self.again)
     }
 
     /// How long there is nothing to do without news.
-    fn wait(&self, now: Instant) -> Duration {
-        if self.audit.is_some() {
-            return Duration::ZERO;
-        }
-        let deadlines = self.planner.next_deadline().into_iter().chain(self.read_at);
-        // No audit begins before the kernel was read.
-        let audit = self.hurry.at().into_iter().chain([self.audit_at]);
-        let next = deadlines
-            .chain(self.settings.drains.as_ref().and_then(Drains::due))
-            .chain(audit.filter(|_| self.adopted && self.read_at.is_none()))
-            .min();
+    fn wait(&self) -> Duration {
+        let now = self.now();
+        let working = self.adopted && !self.planner.in_doubt();
+        let audits = [self.audit_at, self.glance_at].into_iter();
+        let audits = audits
+            .chain(self.hurry.at())
+            .chain(self.planner.next_deadline())
+            .chain(self.settings.drains.as_ref().and_then(Drains::due));
+        let next = audits.filter(|_| working && self.read_at.is_none());
+        let next = next.chain(self.read_at).min();
         next.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
     }
 
@@ -275,7 +377,7 @@ impl<D: Dataplane> Controller<D> {
 
     fn read_to_prune(&mut self) {
         if !self.pruned && self.may_prune() {
-            self.read_at = Some(Instant::now());
+            self.read_at = Some(self.now());
         }
     }
 
@@ -347,9 +449,9 @@ impl<D: Dataplane> Controller<D> {
                 } else {
                     Duration::ZERO
                 };
-                self.read_at = Some(Instant::now() + wait);
+                self.read_at = Some(self.now() + wait);
             } else if first && self.objects.is_complete() && !self.adopted {
-                self.read_at = Some(Instant::now());
+                self.read_at = Some(self.now());
             }
         }
     }
@@ -369,7 +471,7 @@ impl<D: Dataplane> Controller<D> {
             }
             Err(error) => {
                 error!(%error, "the node's addresses could not be listed; node ports stay");
-                self.audit_at = self.audit_at.min(Instant::now() + READ_AGAIN);
+                self.audit_at = self.audit_at.min(self.now() + READ_AGAIN);
             }
         }
     }
@@ -387,15 +489,13 @@ impl<D: Dataplane> Controller<D> {
                 }
                 AddressNotice::Unknown => {
                     list = true;
-                    self.audit_at = Instant::now();
+                    self.audit_at = self.now();
                     continue;
                 }
             };
             // A change of our own is known already.
             if self.planner.holds(&Key::Address(address)) != added {
-                self.audit_at = self
-                    .audit_at
-                    .min(Instant::now() + Duration::from_millis(100));
+                self.audit_at = self.audit_at.min(self.now() + Duration::from_millis(100));
             }
         }
         if list {
@@ -403,84 +503,176 @@ impl<D: Dataplane> Controller<D> {
         }
     }
 
-    /// Works until there is nothing to do now.
-    fn work(&mut self) {
+    /// Gives one round to the kernel; whether there is more to do now.
+    fn work(&mut self) -> bool {
         if matches!(self.objects, Objects::Api(_)) && !self.objects.is_complete() {
+            return false;
+        }
+        let now = self.now();
+        if self.planner.in_doubt() && self.read_at.is_none() {
+            let again = self.last_read.map_or(now, |last| last + READ_AGAIN);
+            self.read_at = Some(again.max(now));
+        }
+        if self.read_at.is_some_and(|at| at <= now) {
+            self.read(now);
+        }
+        // Nothing is written before the kernel was read, nor while it is not known.
+        if !self.adopted || self.planner.in_doubt() || self.settings.stop.load(Ordering::Relaxed) {
+            return false;
+        }
+        let step = self.planner.step(&mut self.kernel, &self.clock);
+        for conflict in self.planner.take_conflicts() {
+            warn!("{conflict}");
+            self.settings.status.metrics.conflicts.inc();
+            self.settings.find(|| Finding::from(&conflict));
+        }
+        for takeover in self.planner.take_takeovers() {
+            info!("{takeover}");
+        }
+        for (server, error) in &step.unseen {
+            warn!(%server, %error, "connections could not be read");
+        }
+        self.note_ops(&step.ops, now);
+        self.note_rules(&step);
+        findings::tell_drains(&self.planner.take_drain_news(), self.now());
+        if step.rests {
+            self.note_rest();
+        }
+        if step.rests
+            || self
+                .applied
+                .since
+                .is_some_and(|since| since + SUM <= self.now())
+        {
+            self.tell_applied();
+        }
+        if step.rests && !std::mem::replace(&mut self.in_force, true) {
+            self.tell_in_force();
+        }
+        !step.rests
+    }
+
+    fn note_ops(&mut self, ops: &[(Op, Outcome)], started: Instant) {
+        for (op, outcome) in ops {
+            self.applied.since.get_or_insert(started);
+            self.settings.status.metrics.op(op, outcome);
+            self.applied.families.extend(families_of(op));
+            let service = self.planner.owner(&op.key()).map(ToString::to_string);
+            match outcome {
+                Outcome::Done => {
+                    self.applied.done += 1;
+                    debug!(service, op = %op, "applied");
+                }
+                Outcome::Started => {}
+                Outcome::Failed(failure) => {
+                    self.applied.failed += 1;
+                    warn!(service, op = %op, error = %failure, "failed; will be tried again");
+                }
+            }
+        }
+        self.find_failing(ops);
+    }
+
+    /// Tells of what was applied since the last time.
+    fn tell_applied(&mut self) {
+        let applied = std::mem::take(&mut self.applied);
+        if let (Some(since), true) = (applied.since, applied.done + applied.failed > 0) {
+            let took = self.now().saturating_duration_since(since);
+            self.settings.status.metrics.worked(&applied.families, took);
+            let took_ms = took.as_millis();
+            info!(
+                ops = applied.done,
+                failed = applied.failed,
+                took_ms,
+                "applied"
+            );
+        }
+    }
+
+    /// Tells that a start is over.
+    fn tell_in_force(&self) {
+        match self.planner.failing().count() {
+            0 if matches!(&self.objects, Objects::Manifests(source) if !source.is_complete()) => {
+                warn!("what could be read is in force; not all manifests could be read");
+            }
+            0 => info!("what the objects say is in force"),
+            failed => warn!(failed, "not all of what the objects say is in force"),
+        }
+        self.look_at_ports();
+    }
+
+    /// Takes in what the kernel tells of rules.
+    fn note_rules(&mut self, step: &Step) {
+        let now = self.now();
+        for finished in &step.rules {
+            match finished {
+                Finished::Read(key, Ok(_)) => {
+                    if self.unread.remove(key).is_some() {
+                        info!(%key, "rules can be read again");
+                    }
+                    let misplaced =
+                        |other: &Finished| matches!(other, Finished::Misplaced(k, _) if k == key);
+                    if !step.rules.iter().any(misplaced) {
+                        self.moves.remove(key);
+                    }
+                    if !step.drift.contains(key) {
+                        self.reported.retain(|told| !told.is_of(key));
+                    }
+                }
+                Finished::Read(key, Err(error)) => {
+                    if self.unread.get(key) != Some(error) {
+                        error!(%key, %error, "rules could not be read; what needs them waits");
+                        let note = format!("{key} could not be read: {error}");
+                        let finding = || Finding::of_node(Reason::FailedToReadKernel, note);
+                        self.settings.find(finding);
+                        self.unread.insert(*key, error.clone());
+                    }
+                }
+                Finished::Misplaced(key, lines) => self.note_misplaced(*key, lines, now),
+                Finished::Op(..) => {}
+            }
+        }
+        if step.drift.is_empty() {
             return;
         }
-        let started = Instant::now();
-        let (mut done, mut refused) = (0_usize, 0_usize);
-        let mut families = BTreeSet::new();
-        loop {
-            self.settings.status.works();
-            let now = Instant::now();
-            if self.planner.in_doubt() && self.read_at.is_none() {
-                let again = self.last_read.map_or(now, |last| last + READ_AGAIN);
-                self.read_at = Some(again.max(now));
+        let found = findings::of_drift(&step.drift, &State::new(), &self.planner, &mut self.kernel);
+        findings::tell(&found, &self.reported, &self.planner);
+        let metrics = &self.settings.status.metrics;
+        match self.settings.drift {
+            Drift::Repair => {
+                metrics.drifted(step.drift.len(), true);
+                self.planner.adopt(&step.drift, &State::new(), now);
+                self.again = true;
             }
-            if self.read_at.is_some_and(|at| at <= now) {
-                self.read(now);
+            Drift::Report => {
+                metrics.drifted(found.difference(&self.reported).count(), false);
+                let again = |told: &findings::Finding| step.drift.iter().any(|key| told.is_of(key));
+                self.reported.retain(|told| !again(told));
+                self.reported.extend(found);
             }
-            // Nothing is written before the kernel was read, nor while it is not known.
-            if !self.adopted
-                || self.planner.in_doubt()
-                || self.settings.stop.load(Ordering::Relaxed)
-            {
-                break;
-            }
-            self.look_at_drains(now);
-            for conflict in self.planner.take_conflicts() {
-                warn!("{conflict}");
-                self.settings.status.metrics.conflicts.inc();
-                self.settings.find(|| Finding::from(&conflict));
-            }
-            for takeover in self.planner.take_takeovers() {
-                info!("{takeover}");
-            }
-            let ops = self.planner.next(now);
-            if ops.is_empty() {
-                self.note_rest();
-                break;
-            }
-            let outcomes = self.kernel.apply(&ops);
-            for (op, outcome) in ops.iter().zip(&outcomes) {
-                self.settings.status.metrics.op(op, outcome);
-                families.extend(families_of(op));
-                let service = self.planner.owner(&op.key()).map(ToString::to_string);
-                match outcome {
-                    Outcome::Done => {
-                        done += 1;
-                        debug!(service, op = %op, "applied");
-                    }
-                    Outcome::Failed(failure) => {
-                        refused += 1;
-                        warn!(service, op = %op, error = %failure, "failed; will be tried again");
-                    }
-                }
-            }
-            self.find_failing(&ops, &outcomes, now);
-            self.planner.commit(ops.into_iter().zip(outcomes), now);
-            self.forget_flows();
         }
-        findings::tell_drains(&self.planner.take_drain_news(), Instant::now());
-        if done + refused > 0 {
-            let took = started.elapsed();
-            self.settings.status.metrics.worked(&families, took);
-            let took_ms = took.as_millis();
-            info!(ops = done, failed = refused, took_ms, "applied");
+    }
+
+    /// Rules of others come before ours: ours are moved before them, but not without end, since others may do the same.
+    fn note_misplaced(&mut self, key: Key, lines: &[String], now: Instant) {
+        let (moved, last) = self.moves.get(&key).copied().unwrap_or((0, now));
+        let rules = lines.join("; ");
+        if moved > 0 && now < last + self.settings.sync_period {
+            return;
         }
-        let stopped = self.settings.stop.load(Ordering::Relaxed);
-        if self.adopted && !stopped && !std::mem::replace(&mut self.in_force, true) {
-            match refused {
-                0 if matches!(&self.objects, Objects::Manifests(source) if !source.is_complete()) =>
-                {
-                    warn!("what could be read is in force; not all manifests could be read");
-                }
-                0 => info!("what the objects say is in force"),
-                failed => warn!(failed, "not all of what the objects say is in force"),
-            }
-            self.look_at_ports();
+        if moved < MOVES && self.settings.drift == Drift::Repair {
+            warn!(%key, rules, "rules of others come before ours; moving ours before them");
+            self.settings.status.metrics.drifted(1, true);
+            self.planner.rewrite_rules(key, now);
+            self.again = true;
+        } else if moved == MOVES || self.settings.drift == Drift::Report && moved == 0 {
+            error!(%key, rules, "rules of others come before ours, and may keep packets from Services");
+            self.settings.status.metrics.drifted(1, false);
+            let note = format!("{key}: rules of others come before ours: {rules}");
+            let finding = || Finding::of_node(Reason::RulesMisplaced, note);
+            self.settings.find(finding);
         }
+        self.moves.insert(key, (moved.saturating_add(1), now));
     }
 
     /// Notes that there is nothing left to do now, and what fails.
@@ -496,11 +688,12 @@ impl<D: Dataplane> Controller<D> {
     }
 
     /// What fails for long becomes an Event.
-    fn find_failing(&self, ops: &[Op], outcomes: &[Outcome], now: Instant) {
+    fn find_failing(&self, ops: &[(Op, Outcome)]) {
         if self.settings.findings.is_none() {
             return;
         }
-        for (op, outcome) in ops.iter().zip(outcomes) {
+        let now = self.now();
+        for (op, outcome) in ops {
             let Outcome::Failed(failure) = outcome else {
                 continue;
             };
@@ -514,25 +707,18 @@ impl<D: Dataplane> Controller<D> {
         }
     }
 
-    fn forget_flows(&mut self) {
-        let stale = self.planner.take_stale_flows();
-        if !stale.is_empty() {
-            self.kernel.forget_flows(&stale);
-        }
-    }
-
     /// Reads all at once and takes it in: at start, and after a doubt.
     fn read(&mut self, now: Instant) {
         self.audit = None;
         self.hurry.begun(now);
         self.last_read = Some(now);
         match self.planner.read_agreed(&mut self.kernel) {
-            Ok(state) => {
-                info!(items = state.len(), "read the kernel");
+            Ok(reading) => {
+                info!(items = reading.state.len(), "read the kernel");
                 self.pruned = self.may_prune();
                 self.settings.status.read(Ok(()));
-                self.settings.status.metrics.recount(&state);
-                self.planner.resync(state, self.pruned, now);
+                self.settings.status.metrics.recount(&reading.state);
+                self.planner.resync(reading, self.pruned, now);
                 if !std::mem::replace(&mut self.adopted, true) && self.planner.awaits_pod_cidrs() {
                     match self.objects {
                         Objects::Manifests(_) => error!("{NO_POD_CIDRS}"),
@@ -544,23 +730,27 @@ impl<D: Dataplane> Controller<D> {
                 self.audit_at = now + self.settings.sync_period;
             }
             Err(error) => {
-                // The same again each second would hide all else.
-                if self.read_error.as_ref() != Some(&error) {
-                    error!(%error, "the kernel could not be read; will be tried again");
-                    let note = format!("the kernel could not be read: {error}");
-                    let finding = || Finding::of_node(Reason::FailedToReadKernel, note);
-                    self.settings.find(finding);
-                }
-                self.settings.status.read(Err(error.to_string()));
-                self.read_error = Some(error);
+                self.note_unread(error);
                 self.read_at = Some(now + READ_AGAIN);
             }
         }
     }
 
+    /// The kernel could not be read: it is told once, and health tells it until it can.
+    fn note_unread(&mut self, error: ReadError) {
+        if self.read_error.as_ref() != Some(&error) {
+            error!(%error, "the kernel could not be read; will be tried again");
+            let note = format!("the kernel could not be read: {error}");
+            let finding = || Finding::of_node(Reason::FailedToReadKernel, note);
+            self.settings.find(finding);
+        }
+        self.settings.status.read(Err(error.to_string()));
+        self.read_error = Some(error);
+    }
+
     /// One part of an audit, when it is time for one.
     fn audit_some(&mut self) {
-        let now = Instant::now();
+        let now = self.now();
         let due = self.audit_at <= now || self.hurry.at().is_some_and(|at| at <= now);
         if !self.adopted || self.read_at.is_some() || self.audit.is_none() && !due {
             return;
@@ -572,14 +762,37 @@ impl<D: Dataplane> Controller<D> {
             self.list_addresses();
             self.planner.begin_reading();
         }
-        let mut reading = self.audit.take().unwrap_or_default();
-        match self.kernel.read_part(self.planner.base(), &mut reading) {
-            Ok(false) => self.audit = Some(reading),
-            Ok(true) => self.audited(&reading.state, now),
+        let mut audit = self.audit.take().unwrap_or_default();
+        let read = self
+            .kernel
+            .read_part(self.planner.base(), &mut audit.reading);
+        match read {
+            Ok(false) => self.audit = Some(audit),
+            Ok(true) => self.audited(audit, now),
             Err(error) => {
-                warn!(%error, "the audit could not read the kernel; will be tried again");
-                self.audit_at = now + self.settings.sync_period;
+                self.note_unread(error);
+                self.audit_at = now + READ_AGAIN;
             }
+        }
+    }
+
+    /// Looks at what can be had for almost nothing: where much is gone, the audit does not wait for its time.
+    fn glance(&mut self) {
+        let now = self.now();
+        if now < self.glance_at || !self.adopted || self.audit.is_some() || self.planner.in_doubt()
+        {
+            return;
+        }
+        self.glance_at = now + GLANCE;
+        let servers = self.planner.sample(SAMPLE);
+        match self.kernel.glance(&servers) {
+            Ok(glance) => {
+                if self.glances.differ(&glance, self.planner.entries()) {
+                    self.hurry.note(now);
+                }
+            }
+            // The audit finds out what it is, and tells.
+            Err(_) => self.hurry.note(now),
         }
     }
 
@@ -590,7 +803,7 @@ impl<D: Dataplane> Controller<D> {
             Ok(Some(were)) => info!(?were, "set the timeouts of IPVS"),
             Err(error) => error!(%error, "the timeouts of IPVS are not as they must be"),
         }
-        let mut failed = sysctl::set(self.settings.strict_arp);
+        let mut failed = (self.settings.set_sysctls)(self.settings.strict_arp);
         failed.extend(self.settings.conntrack.set());
         let told = std::mem::take(&mut self.sysctls);
         for failure in failed {
@@ -622,43 +835,45 @@ impl<D: Dataplane> Controller<D> {
         }
     }
 
-    fn audited(&mut self, read: &State, now: Instant) {
+    /// A reading of an audit is complete.
+    fn audited(&mut self, audit: Audit, now: Instant) {
         self.audit_at = now + self.settings.sync_period;
-        let drift = self.planner.differing(read);
-        if drift.is_empty() {
-            self.reported.clear();
-            return;
+        self.glances.audited();
+        if self.read_error.take().is_some() {
+            info!("the kernel can be read again");
         }
-        let again = match self.kernel.read(self.planner.base()) {
-            Ok(again) => again,
-            Err(error) => {
-                warn!(%error, "the audit could not read the kernel; will be tried again");
-                return;
+        self.settings.status.read(Ok(()));
+        let Some(first) = audit.drift else {
+            let drift = self.planner.differing(&audit.reading);
+            if drift.is_empty() {
+                self.reported.retain(findings::Finding::is_of_rules);
+            } else {
+                // Listings don't tell when they lack something.
+                self.audit = Some(Audit {
+                    reading: Reading::default(),
+                    drift: Some(drift),
+                });
             }
+            return;
         };
-        let drift = self.planner.differing_again(drift, &again);
-        let found = findings::of_drift(&drift, &again, &self.planner, &mut self.kernel);
+        let again = audit.reading;
+        let drift = self.planner.differing_again(first, &again);
+        let found = findings::of_drift(&drift, &again.state, &self.planner, &mut self.kernel);
         findings::tell(&found, &self.reported, &self.planner);
         let metrics = &self.settings.status.metrics;
         match self.settings.drift {
             Drift::Repair => metrics.drifted(drift.len(), true),
             Drift::Report => metrics.drifted(found.difference(&self.reported).count(), false),
         }
-        metrics.recount(&again);
+        metrics.recount(&again.state);
         match self.settings.drift {
-            Drift::Repair => self.planner.adopt(&drift, &again, now),
-            Drift::Report => self.reported = found,
-        }
-    }
-
-    fn look_at_drains(&mut self, now: Instant) {
-        for server in self.planner.drains_due(now) {
-            match self.kernel.connections(server) {
-                Ok(connections) => self.planner.observe(server, &connections, now),
-                Err(error) => {
-                    warn!(%server, %error, "connections could not be read");
-                    self.planner.look_later(server, now);
-                }
+            Drift::Repair => {
+                self.planner.adopt(&drift, &again.state, now);
+                self.again = true;
+            }
+            Drift::Report => {
+                self.reported.retain(findings::Finding::is_of_rules);
+                self.reported.extend(found);
             }
         }
     }
@@ -667,10 +882,11 @@ impl<D: Dataplane> Controller<D> {
     fn keep_drains(&mut self) {
         let draining = i64::try_from(self.planner.draining()).unwrap_or(i64::MAX);
         self.settings.status.metrics.drains.set(draining);
+        let now = self.now();
         if let Some(file) = &mut self.settings.drains {
             let (number, drains) = self.planner.drains();
             let deadlines = || drains.filter_map(with_deadline).collect();
-            file.keep(number, deadlines, Instant::now());
+            file.keep(number, deadlines, now);
         }
     }
 }
@@ -680,3 +896,7 @@ fn with_deadline(
 ) -> Option<Deadline> {
     Some((vs, rs, until?))
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "tests")]
+mod tests;

@@ -57,6 +57,8 @@ pub enum Reason {
     FailedToSetSysctl,
     /// The kernel can't be read.
     FailedToReadKernel,
+    /// Rules of other software come before ours, and may keep packets from Services.
+    RulesMisplaced,
     /// The configuration's file changed and can't be used: the next start will fail.
     UnusableConfiguration,
 }
@@ -81,6 +83,7 @@ impl Reason {
             Reason::FailedToProgram => "ProgramKernel",
             Reason::FailedToSetSysctl => "SetSysctl",
             Reason::FailedToReadKernel => "ReadKernel",
+            Reason::RulesMisplaced => "MoveRules",
             Reason::UnusableConfiguration => "ReadConfiguration",
         }
     }

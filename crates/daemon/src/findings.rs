@@ -24,6 +24,18 @@ pub struct Finding {
     found: String,
 }
 
+impl Finding {
+    /// Whether it is about this key.
+    pub(crate) fn is_of(&self, key: &Key) -> bool {
+        self.key == *key
+    }
+
+    /// Whether it is about rules, which are read apart from all else.
+    pub(crate) fn is_of_rules(&self) -> bool {
+        matches!(self.key, Key::Rules(..))
+    }
+}
+
 /// What there is to say of keys at which the kernel is not as it was left. The real servers of a
 /// virtual server that came or went are not named.
 pub fn of_drift(
@@ -145,7 +157,7 @@ fn word(step: DrainStep) -> &'static str {
 fn kind(key: &Key) -> &'static str {
     match key {
         Key::Set(_) => "sets",
-        Key::Rules(_) => "rules",
+        Key::Rules(..) => "rules",
         Key::Link => "links",
         Key::Entry(..) => "entries",
         Key::VirtualServer(_) => "virtual servers",

@@ -3,22 +3,21 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Result, anyhow};
 use ipvs_proxy_core::op::{Dataplane as _, Op, Outcome};
 use ipvs_proxy_core::state::{Key, Set, Value};
 use ipvs_proxy_dataplane::kernel::Kernel;
+use ipvs_proxy_dataplane::modules;
 use ipvs_proxy_dataplane::sysctl::{self, StrictArp};
 use ipvs_proxy_dataplane::timeouts::Timeouts;
+use ipvs_proxy_netlink::Family;
 use nix::unistd::{SysconfVar, sysconf};
 use tracing::{debug, error, info, warn};
 
 use crate::config::{Conntrack, Settings};
 use crate::place::Place;
-use crate::run;
 
 const OOM_SCORE_ADJ: &str = "/proc/self/oom_score_adj";
 
@@ -35,10 +34,10 @@ pub fn init(settings: &Settings) -> Result<()> {
             error!("{text}");
         }
     };
-    let families = run::families();
-    let sets: Vec<Set> = families.iter().flat_map(|f| Set::all(*f)).collect();
+    let sets_of =
+        |families: &[Family]| -> Vec<Set> { families.iter().flat_map(|f| Set::all(*f)).collect() };
     let scheduler = settings.config.scheduler;
-    let mut modules: BTreeSet<String> = sets
+    let mut modules: BTreeSet<String> = sets_of(&Family::ALL)
         .iter()
         .map(|set| module_of(set.kind().name()))
         .collect();
@@ -55,7 +54,7 @@ pub fn init(settings: &Settings) -> Result<()> {
     }
     for name in &modules {
         // What needs it says whether it is built in; nothing here needs xt_set.
-        if let Err(why) = load(name) {
+        if let Err(why) = modules::load(name) {
             warn!("module {name}: {why}; it is needed unless the kernel has it built in");
         }
     }
@@ -67,18 +66,23 @@ pub fn init(settings: &Settings) -> Result<()> {
     {
         must(Err(format!("{failure}: {}", failure.source)));
     }
-    match Kernel::open(&families, settings.iptables_backend) {
+    match Kernel::open(&Family::ALL, settings.iptables_backend) {
         Err(error) => must(Err(format!("{:#}", anyhow!(error)))),
         Ok(mut kernel) => {
+            // This loads the tables of iptables, too.
+            if let Some(why) = kernel.keep_working_families() {
+                warn!("IPv4 only: {why}");
+            }
             must(
                 kernel
                     .require_scheduler(scheduler)
                     .map_err(|e| format!("{e:#}")),
             );
-            // This loads the tables of iptables, too.
             match kernel.read_whatever() {
                 Err(error) => must(Err(error.to_string())),
-                Ok(there) => {
+                Ok((there, unread)) => {
+                    unread.into_iter().for_each(|why| must(Err(why)));
+                    let sets = sets_of(kernel.families());
                     let keys = sets.iter().map(|set| Key::Set(*set)).chain([Key::Link]);
                     let ops: Vec<Op> = keys
                         .filter(|key| !there.contains_key(key))
@@ -86,7 +90,7 @@ pub fn init(settings: &Settings) -> Result<()> {
                         .collect();
                     for (op, outcome) in ops.iter().zip(kernel.apply(&ops)) {
                         must(match outcome {
-                            Outcome::Done => Ok(()),
+                            Outcome::Done | Outcome::Started => Ok(()),
                             Outcome::Failed(failure) => Err(format!("{op}: {failure}")),
                         });
                     }
@@ -162,21 +166,4 @@ pub(crate) fn conntrack(settings: &Settings) -> sysctl::Once {
 /// The module of a type of sets: `ip_set_hash_ipport` of `hash:ip,port`.
 fn module_of(set_type: &str) -> String {
     format!("ip_set_{}", set_type.replace(':', "_").replace(',', ""))
-}
-
-/// Loads a module by modprobe, unless the kernel shows that it has it.
-fn load(name: &str) -> Result<(), String> {
-    if Path::new("/sys/module").join(name).exists() {
-        return Ok(());
-    }
-    let output = Command::new("modprobe")
-        .arg(name)
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| format!("modprobe can't be run: {error}"))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let said = String::from_utf8_lossy(&output.stderr);
-    Err(said.split_whitespace().collect::<Vec<_>>().join(" "))
 }

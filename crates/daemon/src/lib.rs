@@ -35,6 +35,7 @@ pub mod controller;
 pub mod drains;
 pub mod events;
 pub mod findings;
+mod glances;
 mod hurry;
 pub mod init;
 pub mod inspect;

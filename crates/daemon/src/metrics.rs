@@ -425,7 +425,7 @@ impl Metrics {
         let key = op.key();
         let kind = match key {
             Key::Set(_) => "set",
-            Key::Rules(_) => "rules",
+            Key::Rules(..) => "rules",
             Key::Link => "link",
             Key::Entry(..) => "entry",
             Key::VirtualServer(_) => "virtual_server",
@@ -439,18 +439,21 @@ impl Metrics {
         };
         let result = match outcome {
             Outcome::Done => "done",
+            // It is counted when it has ended.
+            Outcome::Started => return,
             Outcome::Failed(failure) => match failure.kind {
                 FailureKind::Drift => "drift",
                 FailureKind::Unknown => "unknown",
                 FailureKind::Busy => "busy",
                 FailureKind::Refused => "refused",
+                FailureKind::Node => "node",
             },
         };
         let labels = [("kind", kind), ("op", verb), ("result", result)];
         self.ops.get_or_create(&labels).inc();
         match (outcome, key) {
             (Outcome::Done, _) => self.count(op),
-            (Outcome::Failed(_), Key::Rules(family)) => {
+            (Outcome::Failed(_), Key::Rules(family, _)) => {
                 self.restore_failures
                     .get_or_create(&by_family(family))
                     .inc();
@@ -583,7 +586,7 @@ impl Metrics {
 pub fn families_of(op: &Op) -> impl Iterator<Item = Family> {
     let one = match op.key() {
         Key::Set(set) | Key::Entry(set, _) => Some(set.family),
-        Key::Rules(family) => Some(family),
+        Key::Rules(family, _) => Some(family),
         Key::VirtualServer(vs) | Key::RealServer(vs, _) => Some(vs.family()),
         Key::Address(address) => Some(Family::of(address)),
         Key::Link => None,

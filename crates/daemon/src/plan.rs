@@ -47,18 +47,26 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
     let mut source = Source::new(flags.manifests.clone(), &flags.node_name, node.is_none());
     let (changes, found) = source.rescan();
     let nowhere = node.is_none() && !flags.diff && has_no_node_for_its_ports(&changes);
-    let mut planner = Planner::new(loaded.settings.config);
-    if let Some(node) = node {
-        planner.apply(Change::Node(node));
-    }
-    changes.into_iter().for_each(|change| planner.apply(change));
     let lost = |problem: &Problem| match problem {
         Problem::BadFile { error, .. } => !error.object_only,
         Problem::Unreachable { .. } => true,
         Problem::Refused { .. } | Problem::Twice { .. } | Problem::Mended { .. } => false,
     };
-    let whole = !found.iter().any(lost);
+    let mut whole = !found.iter().any(lost);
+    let live = (flags.diff && whole).then(|| Kernel::open(&Family::ALL, flags.iptables_backend));
+    let mut live = live.transpose().map_err(|error| error.to_string())?;
+    let mut config = loaded.settings.config;
     let mut problems = loaded.warnings;
+    if let Some(kernel) = &mut live {
+        let no_ipv6 = kernel.keep_working_families();
+        problems.extend(no_ipv6.map(|why| format!("IPv4 only: {why}")));
+        config.families = kernel.families().to_vec();
+    }
+    let mut planner = Planner::new(config);
+    if let Some(node) = node {
+        planner.apply(Change::Node(node));
+    }
+    changes.into_iter().for_each(|change| planner.apply(change));
     problems.extend(found.iter().map(ToString::to_string));
     if planner.awaits_pod_cidrs() {
         problems.push(NO_POD_CIDRS.to_owned());
@@ -69,16 +77,11 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
             flags.node_name
         ));
     }
-    problems.extend(planner.take_conflicts().iter().map(ToString::to_string));
     if flags.diff && !whole {
         problems
             .push("there is nothing to compare with: not all manifests could be read".to_owned());
         return Err(problems.join("\n"));
     }
-    let live = flags
-        .diff
-        .then(|| Kernel::open(&Family::ALL, flags.iptables_backend));
-    let mut live = live.transpose().map_err(|error| error.to_string())?;
     if let Some(kernel) = &mut live
         && flags.shape.node_ips.is_empty()
     {
@@ -86,17 +89,22 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
         planner.apply(Change::NodeAddresses(addresses));
     }
     let state = planner.desired();
+    problems.extend(planner.take_conflicts().iter().map(ToString::to_string));
     if let Some(kernel) = &mut live {
         let read = kernel
-            .read(planner.base())
+            .read(&State::new())
             .map_err(|error| error.to_string())?;
-        let mut text = difference(&read, &state);
+        let mut text = difference(&read.state, &state);
         for value in state.values() {
             let Value::Rules(rules) = value else { continue };
-            let present = kernel
-                .tools()
-                .present(rules)
-                .map_err(|error| error.to_string())?;
+            let present = match kernel.tools().present(rules) {
+                Ok(present) => present,
+                Err(error) => {
+                    whole = false;
+                    problems.push(error.to_string());
+                    continue;
+                }
+            };
             let tool = tool(rules.family);
             text.push_str(&lines_between(
                 &present.lines(),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
+use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
 use ipvs_proxy_core::model::Change;
@@ -13,6 +14,7 @@ use ipvs_proxy_dataplane::addresses;
 use ipvs_proxy_dataplane::growth::GROWING;
 use ipvs_proxy_dataplane::kernel::Kernel;
 use ipvs_proxy_dataplane::notices;
+use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
 use ipvs_proxy_iptables::Backend;
 use ipvs_proxy_netlink::Family;
@@ -46,8 +48,9 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     let stop = stop_on_signals(sender.clone(), Arc::clone(&begun))?;
     let (runtime, access) = reach(settings)?;
 
-    let families = families();
-    let mut kernel = Kernel::open(&families, settings.iptables_backend)?;
+    let mut kernel = Kernel::open(&Family::ALL, settings.iptables_backend)?;
+    let no_ipv6 = kernel.keep_working_families();
+    let families = kernel.families().to_vec();
     // Without a folder of its own the daemon does all but keep deadlines over a restart.
     let place = Place::here().map_err(|error| warn!("{error:#}; drains begin anew at a restart"));
     let place = place.ok();
@@ -126,6 +129,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
             sender.clone(),
         )?;
     }
+    let wake = sender.clone();
     addresses::watch(move |notices| sender.send(Event::Addresses(notices)).is_ok())?;
     init::adjust_oom_score(settings);
     init::keep_strict_arp(settings, place.as_ref());
@@ -135,6 +139,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         stop,
         sync_period: settings.sync_period,
         strict_arp: settings.strict_arp,
+        set_sysctls: sysctl::set,
         conntrack: init::conntrack(settings),
         timeouts,
         drift: settings.drift,
@@ -149,25 +154,21 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         families = families.len(),
         "started"
     );
-    if families.len() == 1 {
-        warn!("IPv6 is switched off on this node: IPv4 only");
+    if let Some(why) = no_ipv6 {
+        warn!("IPv4 only: {why}");
     }
     begun.store(true, Ordering::Relaxed);
-    Controller::new(objects, planner, kernel, of_loop).run(&events);
+    // When the channel is full, the loop is about to look anyway.
+    let notify = move || drop(wake.try_send(Event::Kernel));
+    let kernel = kernel
+        .detach_rules(notify)
+        .context("the thread for iptables can't be started")?;
+    Controller::new(objects, planner, kernel, of_loop, Instant::now).run(&events);
     Ok(())
 }
 
 /// Findings that may wait to be looked at.
 const FINDINGS: usize = 256;
-
-/// IPv4, and IPv6 unless the node has none.
-pub(crate) fn families() -> Vec<Family> {
-    if std::path::Path::new("/proc/net/if_inet6").exists() {
-        Family::ALL.to_vec()
-    } else {
-        vec![Family::V4]
-    }
-}
 
 /// The host's name in lower case, as kubelet names its Node.
 fn host_name() -> Result<String> {

@@ -1,9 +1,9 @@
 //! The kernel as a [`Dataplane`]: ops become batches, dumps become the same [`State`].
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 use ipset_rs::{Change, Entry};
@@ -11,19 +11,24 @@ use ipvs_netlink::{
     RealServer, RealServerKey, Request, Scheduler, VirtualServer, VirtualServerKey,
 };
 use ipvs_proxy_core::op::{
-    Dataplane, Failure, FailureKind, Op, Outcome, ReadError, Reading, StaleFlows,
+    Dataplane, Failure, Finished, Glance, Op, Outcome, ReadError, Reading, StaleFlows,
 };
 use ipvs_proxy_core::plan::Config;
-use ipvs_proxy_core::rules;
+use ipvs_proxy_core::rules as core_rules;
 use ipvs_proxy_core::state::{Key, Set, State, Value, is_ours};
-use ipvs_proxy_iptables::{Backend, Choice, Ruleset, Tools};
-use ipvs_proxy_netlink::{Error as NetlinkError, Family, Socket, Subsystem as NetlinkSubsystem};
+use ipvs_proxy_iptables::{Choice, Ruleset, Tools};
+use ipvs_proxy_netlink::{Family, Socket, Subsystem as NetlinkSubsystem};
 
 use crate::capabilities::{self, Capability};
+use crate::families;
 use crate::flows::{Flows, Forgotten};
 use crate::growth::{self, GROWING};
 use crate::links::{self, AddressChange, LinkError, Links};
+use crate::modules::{self, Loading};
 use crate::notices::OwnRules;
+use crate::outcomes::{failed, outcome_of_link, outcome_of_server, outcome_of_set, unread};
+use crate::rules::{Differences, Rules, present};
+use crate::worker::{Answer, Job, Worker};
 
 /// Why the kernel can't be worked with at all.
 #[derive(Debug, thiserror::Error)]
@@ -59,11 +64,27 @@ pub struct Kernel {
     ipvs: ipvs_netlink::Client,
     ipset: ipset_rs::Client,
     links: Links,
-    nfnetlink: Socket,
     flows: Flows,
     tools: Tools,
     own_rules: OwnRules,
+    rules: Hands,
     families: Vec<Family>,
+    finished: Vec<Finished>,
+    /// By which the rules differed that were last read.
+    differences: Differences,
+    loading: Loading,
+}
+
+/// The module of IPVS.
+const IP_VS: &str = "ip_vs";
+
+/// Who works on rules.
+#[derive(Debug)]
+enum Hands {
+    /// The calling thread.
+    Here(Box<Rules>),
+    /// A thread of its own.
+    Away(Worker),
 }
 
 impl Kernel {
@@ -76,20 +97,72 @@ impl Kernel {
         if !missing.is_empty() {
             return Err(OpenError::Capabilities(missing));
         }
-        let mut ipvs = ipvs_netlink::Client::open()?;
+        let mut ipvs = match ipvs_netlink::Client::open() {
+            Err(ipvs_netlink::Error::NoModule) if modules::load(IP_VS).is_ok() => {
+                ipvs_netlink::Client::open()
+            }
+            opened => opened,
+        }?;
         // A listing needs CAP_NET_ADMIN as a change does, so a lack of it shows here.
         ipvs.info()?;
+        let netfilter = || {
+            let open = Socket::open(NetlinkSubsystem::Netfilter);
+            open.map_err(links::failed("open nfnetlink"))
+        };
+        let ipset = ipset_rs::Client::open()?;
+        let tools = Tools::find(iptables)?;
+        let own_rules = OwnRules::default();
+        let rules = Rules {
+            tools: tools.clone(),
+            own: own_rules.clone(),
+            netfilter: netfilter()?,
+            ipset: ipset_rs::Client::open()?,
+        };
         Ok(Kernel {
             ipvs,
-            ipset: ipset_rs::Client::open()?,
+            ipset,
             links: Links::open()?,
-            nfnetlink: Socket::open(NetlinkSubsystem::Netfilter)
-                .map_err(links::failed("open nfnetlink"))?,
-            tools: Tools::find(iptables)?,
-            own_rules: OwnRules::default(),
             flows: Flows::open().map_err(links::failed("open nfnetlink"))?,
+            tools,
+            own_rules,
+            rules: Hands::Here(Box::new(rules)),
             families: families.to_vec(),
+            finished: Vec::new(),
+            differences: Differences::new(),
+            loading: Loading::default(),
         })
+    }
+
+    /// From now on what runs iptables is done on a thread of its own, and nothing else waits for it: ops
+    /// that need it are [`Outcome::Started`], and all rules are [unread](Reading::unread) first.
+    /// `notify` is called on that thread when [`Dataplane::finished`] has something to tell.
+    ///
+    /// # Errors
+    /// If the thread can't be started; nothing can be done with rules then.
+    pub fn detach_rules(self, notify: impl Fn() + Send + 'static) -> io::Result<Kernel> {
+        let rules = match self.rules {
+            Hands::Here(rules) => Hands::Away(Worker::start(*rules, notify)?),
+            away @ Hands::Away(_) => away,
+        };
+        Ok(Kernel { rules, ..self })
+    }
+
+    /// From now on reads only the families that the node can serve: IPv4, and IPv6 unless it is told why not
+    /// ([`families`]).
+    #[must_use]
+    pub fn keep_working_families(&mut self) -> Option<String> {
+        if !self.families.contains(&Family::V6) {
+            return None;
+        }
+        let why = families::no_ipv6_by(&self.tools)?;
+        self.families.retain(|family| *family != Family::V6);
+        Some(why)
+    }
+
+    /// The families that are read.
+    #[must_use]
+    pub fn families(&self) -> &[Family] {
+        &self.families
     }
 
     /// The iptables tools in use.
@@ -145,9 +218,9 @@ impl Kernel {
         };
         let mut outcomes = Vec::with_capacity(ops.len());
         for run in ops.chunk_by(|a, b| replaced(a).is_none() && replaced(b).is_none()) {
-            match run.first().and_then(replaced) {
-                Some(set) => outcomes.push(self.replace(set)),
-                None => outcomes.extend(self.change_sets(run)),
+            match (run, run.first().and_then(replaced)) {
+                ([op, ..], Some(set)) => outcomes.push(self.work(Job::Replace(op.clone(), set))),
+                _ => outcomes.extend(self.change_sets(run)),
             }
         }
         outcomes
@@ -172,7 +245,9 @@ impl Kernel {
             .iter()
             .zip(results)
             .map(|(op, result)| match (op, result) {
-                (Op::Remove(Key::Set(set)), Err(ipset_rs::Error::Busy)) => self.destroy(*set),
+                (Op::Remove(Key::Set(set)), Err(ipset_rs::Error::Busy)) => {
+                    self.work(Job::Destroy(op.clone(), *set))
+                }
                 (op, result) => {
                     if let (Key::Entry(set, entry), Err(ipset_rs::Error::Full)) =
                         (op.key(), &result)
@@ -208,7 +283,7 @@ impl Kernel {
             Err(error) => {
                 let op = Op::Add(Key::Set(set), Value::Present);
                 match outcome_of_set(&op, Err(error)) {
-                    Outcome::Done => Outcome::Done,
+                    Outcome::Done | Outcome::Started => Outcome::Done,
                     Outcome::Failed(Failure { kind, text }) => failed(
                         kind,
                         &format!("the set is full, and {GROWING} could not take its place: {text}"),
@@ -227,75 +302,67 @@ impl Kernel {
         growth::remove_leftover(&mut self.ipset)
     }
 
-    /// Destroys a set that was in use a moment ago. nf_tables lets go of the sets of deleted rules
-    /// a little later; a rule of other software does not.
-    fn destroy(&mut self, set: Set) -> Outcome {
-        let op = Op::Remove(Key::Set(set));
-        let mut left = BUSY_ATTEMPTS;
-        loop {
-            let outcome = outcome_of_set(&op, self.change_set(Change::Destroy(set.name())));
-            left -= 1;
-            match outcome {
-                Outcome::Failed(Failure {
-                    kind: FailureKind::Busy,
-                    ..
-                }) if left > 0 => {
-                    if let Some(outcome) = self.in_use(set) {
-                        return outcome;
-                    }
-                    thread::sleep(BUSY_PAUSE);
+    /// Does what runs iptables, or lets it be done.
+    fn work(&mut self, job: Job) -> Outcome {
+        match &mut self.rules {
+            Hands::Here(rules) => match job.run(rules) {
+                Answer::Done(_, outcome) => outcome,
+                read @ Answer::Read(..) => {
+                    self.take(read);
+                    Outcome::Done
                 }
-                outcome => return outcome,
+            },
+            Hands::Away(worker) => {
+                worker.give(job);
+                Outcome::Started
             }
         }
     }
 
-    /// A failure that names the rule of other software that holds a set of ours, if one does.
-    fn in_use(&self, set: Set) -> Option<Outcome> {
-        let ours = rules::rules(&Config::default(), set.family);
-        let rule = self
-            .tools
-            .rule_of_set(set.name().as_str(), &ours)?
-            .replacen(" -A ", " -D ", 1);
-        let text = format!("a rule that is not ours uses the set: delete it ({rule})");
-        Some(failed(FailureKind::Busy, &text))
-    }
-
-    /// Puts a set of ours in the place of one of another type. A set can't go while rules look into
-    /// it, so the family's rules go as well, and the caller puts them back.
-    fn replace(&mut self, set: Set) -> Outcome {
-        if let Some(outcome) = self.in_use(set) {
-            return outcome;
-        }
-        let outcome = self.rules(&Op::Remove(Key::Rules(set.family)));
-        if outcome != Outcome::Done {
-            return outcome;
-        }
-        let outcome = match self.destroy(set) {
-            Outcome::Done => {
-                let op = Op::Add(Key::Set(set), Value::Present);
-                outcome_of_set(&op, self.change_set(create(set)))
+    /// Takes in what became of a job, for [`Dataplane::finished`] to tell.
+    fn take(&mut self, answer: Answer) {
+        match answer {
+            Answer::Done(op, outcome) => self.tell(Finished::Op(op, outcome)),
+            Answer::Read(key, wanted, read) => {
+                let (told, misplaced) = match read {
+                    Ok(compared) => {
+                        let same = compared.differences.is_empty();
+                        self.differences.insert(key, Ok(compared.differences));
+                        (Ok(same.then_some(Value::Rules(wanted))), compared.misplaced)
+                    }
+                    Err(error) => {
+                        self.differences.insert(key, Err(error.clone()));
+                        (Err(error), Vec::new())
+                    }
+                };
+                self.tell(Finished::Read(key, told));
+                self.tell_misplaced(key, misplaced);
             }
-            failed => failed,
-        };
-        match outcome {
-            Outcome::Done => Outcome::Done,
-            // The rules are gone: the kernel is not as it was.
-            Outcome::Failed(failure) => failed(FailureKind::Drift, &failure),
         }
     }
 
-    fn change_set(&mut self, change: Change) -> Result<(), ipset_rs::Error> {
-        let results = self.ipset.change(&[change]);
-        results
-            .into_iter()
-            .next()
-            .unwrap_or(Err(ipset_rs::Error::Overrun))
+    fn tell_misplaced(&mut self, key: Key, lines: Vec<String>) {
+        if !lines.is_empty() {
+            self.tell(Finished::Misplaced(key, lines));
+        }
+    }
+
+    /// Tells it with the next [`Dataplane::finished`], in the place of what it makes old.
+    fn tell(&mut self, news: Finished) {
+        self.finished.retain(|told| match (told, &news) {
+            (Finished::Read(of, _) | Finished::Misplaced(of, _), Finished::Read(key, _))
+            | (Finished::Misplaced(of, _), Finished::Misplaced(key, _)) => of != key,
+            _ => true,
+        });
+        self.finished.push(news);
     }
 
     fn servers(&mut self, ops: &[Op]) -> Vec<Outcome> {
         let requests: Vec<Request<'_>> = ops.iter().filter_map(request_of).collect();
         let results = self.ipvs.apply(&requests);
+        if results.contains(&Err(ipvs_netlink::Error::NoModule)) {
+            self.loading.begin(IP_VS);
+        }
         ops.iter()
             .zip(results)
             .map(|(op, result)| outcome_of_server(op, result))
@@ -320,37 +387,6 @@ impl Kernel {
             .collect()
     }
 
-    fn rules(&mut self, op: &Op) -> Outcome {
-        let (rules, removed) = match op {
-            Op::Add(_, Value::Rules(rules)) | Op::Update(_, Value::Rules(rules)) => {
-                (rules.clone(), false)
-            }
-            Op::Remove(Key::Rules(family)) => {
-                (Box::new(rules::rules(&Config::default(), *family)), true)
-            }
-            _ => return failed(FailureKind::Refused, &"not an op of rules"),
-        };
-        let written = self.tools.present(&rules).and_then(|present| {
-            let text = match removed {
-                true => rules.removal_text(&present),
-                false => rules.restore_text(&present),
-            };
-            let write = || self.tools.restore(rules.family, &text);
-            match self.tools.backend() {
-                Backend::Nft => {
-                    let transactions = text.lines().filter(|line| *line == "COMMIT").count();
-                    let socket = &mut self.nfnetlink;
-                    self.own_rules.during(socket, transactions, write)
-                }
-                Backend::Legacy => write(),
-            }
-        });
-        match written {
-            Ok(()) => Outcome::Done,
-            Err(error) => failed(FailureKind::Busy, &error),
-        }
-    }
-
     fn link(&mut self, op: &Op) -> Outcome {
         outcome_of_link(match op {
             Op::Remove(_) => self.links.delete(),
@@ -359,43 +395,52 @@ impl Kernel {
     }
 
     /// Reads all that is ours, whatever it should be: also rules and sets that are not as they
-    /// should be.
+    /// should be. Of tables whose rules can't be read it tells why, a line each.
     ///
     /// # Errors
-    /// If it could not be read whole.
-    pub fn read_whatever(&mut self) -> Result<State, ReadError> {
-        let mut state = self.read(&State::new())?;
-        for family in self.families.clone() {
-            let rules = rules::rules(&Config::default(), family);
-            let present = self.tools.present(&rules).map_err(|e| unread(&e))?;
-            if !rules.removal_text(&present).is_empty() {
-                state.insert(Key::Rules(family), Value::Rules(Box::new(rules)));
+    /// If anything else could not be read whole.
+    pub fn read_whatever(&mut self) -> Result<(State, Vec<String>), ReadError> {
+        let mut state = self.read(&State::new())?.state;
+        let mut unread = Vec::new();
+        for (key, rules) in self.tables() {
+            match present(&self.tools, &rules) {
+                Ok(present) if rules.removal_text(&present).is_empty() => {}
+                Ok(_) => drop(state.insert(key, Value::Rules(Box::new(rules)))),
+                Err(error) => unread.push(format!("{key}: {error}")),
             }
         }
         let names: BTreeSet<_> = self
             .ipset
             .list_headers()
-            .map_err(|e| unread(&e))?
+            .map_err(|e| self::unread(&e))?
             .into_iter()
             .map(|set| set.name)
             .collect();
         let ours = self.families.iter().flat_map(|family| Set::all(*family));
         let there = ours.filter(|set| names.contains(&set.name()));
         state.extend(there.map(|set| (Key::Set(set), Value::Present)));
-        Ok(state)
+        Ok((state, unread))
+    }
+
+    /// The tables of the families, with the chains and jumps that are ours.
+    fn tables(&self) -> Vec<(Key, Ruleset)> {
+        let tables = self.families.iter().flat_map(|family| {
+            let tables = core_rules::by_table(&Config::default(), *family);
+            tables.map(|(table, rules)| (Key::Rules(*family, table), rules))
+        });
+        tables.collect()
     }
 
     /// The chains of ours that have to stay because rules of other software go to them, a line each
-    /// that names these rules. They stay empty.
-    ///
-    /// # Errors
-    /// If the rules could not be read.
-    pub fn held_chains(&self) -> Result<Vec<String>, ReadError> {
+    /// that names these rules. They stay empty. Tables that can't be read are left out.
+    #[must_use]
+    pub fn held_chains(&self) -> Vec<String> {
         let mut held = Vec::new();
-        for family in &self.families {
-            let rules = rules::rules(&Config::default(), *family);
-            let present = self.tools.present(&rules).map_err(|e| unread(&e))?;
-            let command = self.tools.command(*family);
+        for (_, rules) in self.tables() {
+            let Ok(present) = present(&self.tools, &rules) else {
+                continue;
+            };
+            let command = self.tools.command(rules.family);
             for (table, chain, rules) in present.referenced() {
                 let delete = |rule| format!("{command} -t {table} -D {rule}");
                 let delete: Vec<String> = rules.iter().map(delete).collect();
@@ -406,7 +451,15 @@ impl Kernel {
                 ));
             }
         }
-        Ok(held)
+        held
+    }
+
+    /// What was read of IPVS. Where the kernel has none by now, its module is loaded meanwhile.
+    fn of_ipvs<T>(&mut self, read: Result<T, ipvs_netlink::Error>) -> Result<T, ReadError> {
+        if let Err(ipvs_netlink::Error::NoModule) = read {
+            self.loading.begin(IP_VS);
+        }
+        read.map_err(|e| unread(&e))
     }
 
     fn read_sets(&mut self, state: &mut State) -> Result<(), ReadError> {
@@ -438,11 +491,13 @@ impl Kernel {
     /// Reads everything but real servers; the virtual servers of ours.
     fn read_all_but_real_servers(
         &mut self,
-        wanted: &State,
         state: &mut State,
     ) -> Result<Vec<VirtualServerKey>, ReadError> {
-        if self.links.index().map_err(|e| unread(&e))?.is_some() {
-            state.insert(Key::Link, Value::Present);
+        match self.links.index() {
+            Ok(Some(_)) => drop(state.insert(Key::Link, Value::Present)),
+            Ok(None) => {}
+            Err(LinkError::NotDummy) => drop(state.insert(Key::Link, Value::OddLink)),
+            Err(error) => return Err(unread(&error)),
         }
         let (vips, _) = self.links.addresses().map_err(|e| unread(&e))?;
         let ours = vips
@@ -451,7 +506,8 @@ impl Kernel {
         state.extend(ours.map(|vip| (Key::Address(*vip), Value::Present)));
         self.read_sets(state)?;
         let mut servers = Vec::new();
-        for entry in self.ipvs.virtual_servers().map_err(|e| unread(&e))? {
+        let servers_there = self.ipvs.virtual_servers();
+        for entry in self.of_ipvs(servers_there)? {
             let key = entry.server.key;
             if is_ours(&key, state) {
                 servers.push(key);
@@ -461,23 +517,14 @@ impl Kernel {
                 );
             }
         }
-        for (key, value) in wanted {
-            let Value::Rules(rules) = value else { continue };
-            let present = self.tools.present(rules).map_err(|e| unread(&e))?;
-            if rules.differences(&present).is_empty() {
-                state.insert(*key, value.clone());
-            }
-        }
         Ok(servers)
     }
 }
 
-/// How often a set in use is destroyed before that is a failure.
-const BUSY_ATTEMPTS: u32 = 5;
-const BUSY_PAUSE: Duration = Duration::from_millis(50);
-
-/// The virtual servers whose real servers are read in one part: some milliseconds.
+/// The virtual servers whose real servers are read in one part, and the real servers after which it ends: some
+/// milliseconds.
 const PART: usize = 64;
+const PART_REAL_SERVERS: usize = 2000;
 
 impl Dataplane for Kernel {
     fn apply(&mut self, ops: &[Op]) -> Vec<Outcome> {
@@ -488,7 +535,9 @@ impl Dataplane for Kernel {
                 Subsystem::Ipset => outcomes.extend(self.sets(run)),
                 Subsystem::Ipvs => outcomes.extend(self.servers(run)),
                 Subsystem::Address => outcomes.extend(self.addresses(run)),
-                Subsystem::Rules => outcomes.extend(run.iter().map(|op| self.rules(op))),
+                Subsystem::Rules => {
+                    outcomes.extend(run.iter().map(|op| self.work(Job::Rules(op.clone()))));
+                }
                 Subsystem::Link => outcomes.extend(run.iter().map(|op| self.link(op))),
             }
         }
@@ -497,11 +546,39 @@ impl Dataplane for Kernel {
 
     fn read_part(&mut self, wanted: &State, reading: &mut Reading) -> Result<bool, ReadError> {
         let Some(todo) = &mut reading.todo else {
-            reading.todo = Some(self.read_all_but_real_servers(wanted, &mut reading.state)?);
+            reading.todo = Some(self.read_all_but_real_servers(&mut reading.state)?);
+            for (key, value) in wanted {
+                let Value::Rules(rules) = value else { continue };
+                let Hands::Here(here) = &self.rules else {
+                    reading.unread.insert(*key);
+                    self.read_rules(*key, rules);
+                    continue;
+                };
+                match here.compare(rules) {
+                    Ok(compared) => {
+                        if compared.differences.is_empty() {
+                            reading.state.insert(*key, value.clone());
+                        }
+                        self.tell_misplaced(*key, compared.misplaced);
+                    }
+                    Err(error) => {
+                        reading.unread.insert(*key);
+                        self.tell(Finished::Read(*key, Err(error)));
+                    }
+                }
+            }
             return Ok(false);
         };
-        for key in todo.split_off(todo.len().saturating_sub(PART)) {
-            for real in self.ipvs.real_servers(key).map_err(|e| unread(&e))? {
+        let (mut servers, mut real_servers) = (0, 0);
+        while servers < PART
+            && real_servers < PART_REAL_SERVERS
+            && let Some(key) = todo.pop()
+        {
+            let read = self.ipvs.real_servers(key);
+            let read = self.of_ipvs(read)?;
+            servers += 1;
+            real_servers += read.len();
+            for real in read {
                 let value = Value::of_real_server(&real.server);
                 reading
                     .state
@@ -511,9 +588,54 @@ impl Dataplane for Kernel {
         Ok(todo.is_empty())
     }
 
+    fn finished(&mut self) -> Vec<Finished> {
+        if let Hands::Away(worker) = &self.rules {
+            let answers = worker.answers();
+            answers.into_iter().for_each(|answer| self.take(answer));
+        }
+        std::mem::take(&mut self.finished)
+    }
+
+    fn read_rules(&mut self, key: Key, wanted: &Ruleset) {
+        self.work(Job::Read(key, Box::new(wanted.clone())));
+    }
+
+    fn glance(&mut self, servers: &[VirtualServerKey]) -> Result<Glance, ReadError> {
+        let mut glance = Glance::default();
+        let ours = self.families.iter().flat_map(|family| Set::all(*family));
+        let ours: BTreeMap<_, Set> = ours.map(|set| (set.name(), set)).collect();
+        for header in self.ipset.list_headers().map_err(|e| unread(&e))? {
+            if let Some(set) = ours.get(&header.name) {
+                // Before Linux 4.7 only the references tell something.
+                let numbers = (header.entries.unwrap_or(0), header.references);
+                glance.sets.insert(*set, numbers);
+            }
+        }
+        for key in servers {
+            let server = self.ipvs.virtual_server(*key);
+            if self.of_ipvs(server)?.is_none() {
+                glance.missing.insert(*key);
+            }
+        }
+        Ok(glance)
+    }
+
     fn rule_differences(&mut self, wanted: &Ruleset) -> Result<Vec<String>, ReadError> {
-        let present = self.tools.present(wanted).map_err(|e| unread(&e))?;
-        Ok(wanted.difference_lines(&present))
+        if let Hands::Here(rules) = &self.rules {
+            return Ok(rules.compare(wanted)?.differences);
+        }
+        let mut lines = Vec::new();
+        for rules in &wanted.tables {
+            let key = Key::Rules(wanted.family, rules.table);
+            let not_yet = || Err(ReadError(format!("the {key} were not read yet")));
+            lines.extend(
+                self.differences
+                    .get(&key)
+                    .cloned()
+                    .unwrap_or_else(not_yet)?,
+            );
+        }
+        Ok(lines)
     }
 
     fn connections(
@@ -558,12 +680,23 @@ fn subsystem(op: &Op) -> Subsystem {
         Key::Set(_) | Key::Entry(..) => Subsystem::Ipset,
         Key::VirtualServer(_) | Key::RealServer(..) => Subsystem::Ipvs,
         Key::Address(_) => Subsystem::Address,
-        Key::Rules(_) => Subsystem::Rules,
+        Key::Rules(..) => Subsystem::Rules,
         Key::Link => Subsystem::Link,
     }
 }
 
-fn create(set: Set) -> Change {
+pub(crate) fn change_set(
+    ipset: &mut ipset_rs::Client,
+    change: Change,
+) -> Result<(), ipset_rs::Error> {
+    let results = ipset.change(&[change]);
+    results
+        .into_iter()
+        .next()
+        .unwrap_or(Err(ipset_rs::Error::Overrun))
+}
+
+pub(crate) fn create(set: Set) -> Change {
     Change::Create(ipset_rs::SetSpec::new(set.name(), set.kind()))
 }
 
@@ -591,88 +724,4 @@ fn request_of(op: &Op) -> Option<Request<'_>> {
         Op::Remove(Key::RealServer(vs, rs)) => Request::RemoveRealServer(*vs, *rs),
         _ => return None,
     })
-}
-
-fn outcome_of_server(op: &Op, result: Result<(), ipvs_netlink::Error>) -> Outcome {
-    use ipvs_netlink::Error;
-    let Err(error) = result else {
-        return Outcome::Done;
-    };
-    let kind = match (&error, op) {
-        (Error::NoVirtualServer { .. } | Error::NoRealServer { .. }, Op::Remove(_)) => {
-            return Outcome::Done;
-        }
-        (Error::Exists { .. } | Error::NoVirtualServer { .. } | Error::NoRealServer { .. }, _) => {
-            FailureKind::Drift
-        }
-        (Error::Overrun { .. }, _) => FailureKind::Unknown,
-        (Error::Kernel { source, .. }, _) => kind_of_errno(source.code),
-        (Error::Transport { source, .. }, _) => kind_of_transport(source),
-        _ => FailureKind::Refused,
-    };
-    failed(kind, &error)
-}
-
-fn outcome_of_set(op: &Op, result: Result<(), ipset_rs::Error>) -> Outcome {
-    use ipset_rs::Error;
-    let Err(error) = result else {
-        return Outcome::Done;
-    };
-    let kind = match (&error, op) {
-        (Error::NoSet, Op::Remove(_)) => return Outcome::Done,
-        (Error::NoSet, _) => FailureKind::Drift,
-        (Error::Overrun, _) => FailureKind::Unknown,
-        (Error::Busy, _) => FailureKind::Busy,
-        (Error::Kernel(source), _) => kind_of_errno(source.code),
-        (Error::Transport(source), _) => kind_of_transport(source),
-        _ => FailureKind::Refused,
-    };
-    failed(kind, &error)
-}
-
-fn outcome_of_link(result: Result<(), LinkError>) -> Outcome {
-    let Err(error) = result else {
-        return Outcome::Done;
-    };
-    let kind = match error.kernel() {
-        Some(NetlinkError::Kernel(refusal)) if refusal.code == ENODEV => FailureKind::Drift,
-        Some(NetlinkError::Kernel(refusal)) => kind_of_errno(refusal.code),
-        Some(error) => kind_of_transport(error),
-        None => FailureKind::Refused,
-    };
-    failed(kind, &error)
-}
-
-const EAGAIN: i32 = 11; // <asm-generic/errno-base.h>
-const ENOMEM: i32 = 12; // <asm-generic/errno-base.h>
-const EBUSY: i32 = 16; // <asm-generic/errno-base.h>
-const ENODEV: i32 = 19; // <asm-generic/errno-base.h>
-
-fn kind_of_errno(code: i32) -> FailureKind {
-    match code {
-        EAGAIN | ENOMEM | EBUSY => FailureKind::Busy,
-        _ => FailureKind::Refused,
-    }
-}
-
-fn kind_of_transport(error: &NetlinkError) -> FailureKind {
-    match error {
-        NetlinkError::Kernel(refusal) => kind_of_errno(refusal.code),
-        NetlinkError::Overrun | NetlinkError::Decode(_) | NetlinkError::Interrupted => {
-            FailureKind::Unknown
-        }
-        _ => FailureKind::Busy,
-    }
-}
-
-/// The failure with the errors behind it.
-fn failed(kind: FailureKind, error: &dyn std::fmt::Display) -> Outcome {
-    Outcome::Failed(Failure {
-        kind,
-        text: error.to_string(),
-    })
-}
-
-fn unread(error: &dyn std::fmt::Display) -> ReadError {
-    ReadError(error.to_string())
 }

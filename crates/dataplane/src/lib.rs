@@ -7,13 +7,19 @@
 //! | [`addresses`] | tells when addresses of the node change |
 //! | [`capabilities`] | the capabilities without which nothing can be done |
 //! | [`conntrack`] | forgets UDP flows of real servers that are gone |
+//! | [`families`] | the address families that the node can serve |
 //! | [`growth`] | gives a set that is full more room |
 //! | [`links`] | the dummy link and the addresses on it |
+//! | [`modules`] | loads kernel modules |
 //! | [`notices`] | tells when somebody else changes iptables rules in nf_tables |
+//! | `outcomes` | what the kernel's answers mean |
+//! | `rules` | iptables rules: compares, writes |
 //! | [`sysctl`] | the sysctls without which Services do not work, and those of connection tracking |
 //! | [`timeouts`] | the timeouts of IPVS |
+//! | `worker` | a thread for iptables |
 //!
-//! Everything here blocks, and belongs to the thread and network namespace that opened it.
+//! Everything here blocks, and belongs to the thread and network namespace that opened it. What runs iptables can be
+//! given to a thread of its own ([`kernel::Kernel::detach_rules`]).
 //!
 //! ```no_run
 //! use ipvs_proxy_core::{op::Dataplane, plan::{self, Config}};
@@ -31,11 +37,16 @@
 pub mod addresses;
 pub mod capabilities;
 pub mod conntrack;
+pub mod families;
 pub mod flows;
 pub mod growth;
 pub mod kernel;
 pub mod links;
+pub mod modules;
 pub mod notices;
+mod outcomes;
 pub mod ports;
+mod rules;
 pub mod sysctl;
 pub mod timeouts;
+mod worker;

@@ -160,9 +160,12 @@ impl Links {
     /// both without IPv6 link-local ones.
     ///
     /// # Errors
-    /// [`LinkError::NotDummy`], or the kernel's refusal.
+    /// The kernel's refusal. A link of our name and another kind is another's.
     pub fn addresses(&mut self) -> Result<(BTreeSet<IpAddr>, BTreeSet<IpAddr>), LinkError> {
-        let index = self.index()?;
+        let index = match self.index() {
+            Err(LinkError::NotDummy) => None,
+            index => index?,
+        };
         let messages = self.list_addresses().map_err(failed("list addresses"))?;
         let (mut ours, mut others) = (BTreeSet::new(), BTreeSet::new());
         for message in messages {

@@ -100,15 +100,21 @@ pub fn watch(
         touched: false,
     };
     let listen = move || {
+        let mut failing = false;
         loop {
             let notices = match monitor.wait() {
                 Ok(notices) => notices,
                 Err(error) => {
-                    // The audit goes on.
-                    tracing::error!(%error, "changes of iptables rules are not told any more");
-                    return;
+                    if !std::mem::replace(&mut failing, true) {
+                        tracing::warn!(
+                            %error,
+                            "changes of iptables rules are not told, but found by the next audit; will listen again"
+                        );
+                    }
+                    continue;
                 }
             };
+            failing = false;
             // All are read: each belongs to a transaction.
             let told = notices.iter().filter(|notice| reader.read(notice)).count();
             if told > 0 && !tell() {

@@ -9,6 +9,7 @@
 //! |---|---|
 //! | `ruleset` | the rules, what a host has of them ([`Present`]), the text that makes them equal; pure |
 //! | `restore` | finds the tools of the right back end and runs them ([`Tools`]) |
+//! | [`program`] | runs a program with a deadline |
 //!
 //! ```
 //! use ipvs_proxy_iptables::{Chain, Jump, Present, Ruleset, Table, TableRules};
@@ -19,7 +20,7 @@
 //!     tables: vec![TableRules {
 //!         table: Table::Nat,
 //!         chains: vec![Chain { name: "KUBE-MARK".into(), rules: vec!["-j RETURN".into()] }],
-//!         jumps: vec![Jump { from: "OUTPUT".into(), rule: "-j KUBE-MARK".into() }],
+//!         jumps: vec![Jump { from: "OUTPUT".into(), rule: "-j KUBE-MARK".into(), first: true }],
 //!     }],
 //! };
 //! assert_eq!(
@@ -31,6 +32,7 @@
 //! assert_eq!(rules.restore_text(&rules.present(saved)), "");
 //! ```
 
+pub mod program;
 mod restore;
 mod ruleset;
 

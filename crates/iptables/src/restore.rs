@@ -1,20 +1,30 @@
 //! The tools: which back end a host uses, and running `iptables-save` and `iptables-restore`.
 
 use std::fmt;
-use std::io::{self, Write};
-use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
+use std::io;
+use std::process::Output;
 use std::str::FromStr;
+use std::time::Duration;
 
 use ipvs_proxy_netlink::Family;
 
+use crate::program::{self, Stop, which};
 use crate::{Present, Ruleset, Table};
 
 /// How long `iptables-restore` waits for another writer, in seconds (`--wait`).
 const LOCK_WAIT_S: &str = "5";
 
-/// Where the tools are when `PATH` does not say so.
-const SYSTEM_FOLDERS: [&str; 2] = ["/usr/sbin", "/sbin"];
+/// How long the tools may take before they are killed. A restore may wait for another writer first.
+const RESTORE_TIME: Duration = Duration::from_secs(15);
+const SAVE_TIME: Duration = Duration::from_secs(10);
+const PROBE_TIME: Duration = Duration::from_secs(5);
+const VERSION_TIME: Duration = Duration::from_secs(3);
+
+/// What the tools say of a table that the kernel has not: `ENOENT` and `EAFNOSUPPORT` of libiptc.
+const NO_TABLE: [&str; 2] = [
+    "Table does not exist",
+    "Address family not supported by protocol",
+];
 
 /// Chains by which kubelet tells what the host's iptables use (table `mangle`); the second is what
 /// releases before 1.24 had.
@@ -116,13 +126,34 @@ pub enum Error {
         program: String,
     },
     /// A tool is there but could not be started, or its input not written.
-    #[error("{program} could not be run")]
+    #[error("{program} could not be run: {cause}")]
     Run {
         /// The tool.
         program: String,
         /// Why.
-        #[source]
-        source: io::Error,
+        cause: io::Error,
+    },
+    /// A tool took too long. A restore may have changed the tables that it was done with.
+    #[error("{program} did not end within {time:?} and was killed")]
+    TooLong {
+        /// The tool.
+        program: String,
+        /// How long it had.
+        time: Duration,
+    },
+    /// A tool printed more than any table holds.
+    #[error("{program} printed more than {bytes} bytes and was killed")]
+    TooMuch {
+        /// The tool.
+        program: String,
+        /// How much it might print.
+        bytes: usize,
+    },
+    /// The tool was not to be waited for any more: this process ends.
+    #[error("{program} was killed: this process ends")]
+    Stopped {
+        /// The tool.
+        program: String,
     },
     /// A tool ran and failed; a failed restore has changed nothing in the table that failed.
     #[error("{program}: {status}: {message}{}", input.as_ref().map(|line| format!(", at {line:?}")).unwrap_or_default())]
@@ -144,6 +175,16 @@ pub enum Error {
         /// What it said.
         message: String,
     },
+    /// The kernel has no such table, nor the address family, nor a module that has it.
+    #[error("{program}: the kernel has no table {table}: {message}")]
+    NoTable {
+        /// The tool.
+        program: String,
+        /// The table.
+        table: Table,
+        /// What the tool said.
+        message: String,
+    },
     /// `--version` printed something that is not a version.
     #[error("{program} --version printed {output:?}")]
     Version {
@@ -155,8 +196,9 @@ pub enum Error {
 }
 
 /// The iptables tools of one back end.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Tools {
+    stop: Stop,
     backend: Backend,
     version: Version,
     /// What stands between `iptables` and `-restore`: `-nft`, `-legacy` or nothing.
@@ -169,7 +211,8 @@ impl Tools {
     /// is, if the kernel can do it, else the other.
     ///
     /// Only in the last case the kernel is written to: a chain is created and deleted in one
-    /// transaction, which may leave an empty table `filter`.
+    /// transaction of nf_tables, and xtables is made to have a table `filter`; either may stay, empty.
+    /// Nobody's lock is waited for, and a tool that hangs counts as one that can do nothing.
     ///
     /// # Errors
     ///
@@ -181,9 +224,10 @@ impl Tools {
             Choice::Auto => match (Tools::of(Backend::Nft), Tools::of(Backend::Legacy)) {
                 (Ok(nft), Ok(legacy)) => Ok(Tools::in_use(nft, legacy)),
                 (Ok(only), Err(_)) | (Err(_), Ok(only)) => Ok(only),
-                (Err(_), Err(_)) => Err(Error::Missing {
+                (Err(Error::Missing { .. }), Err(Error::Missing { .. })) => Err(Error::Missing {
                     program: "iptables-restore".to_owned(),
                 }),
+                (Err(Error::Missing { .. }), Err(error)) | (Err(error), Err(_)) => Err(error),
             },
         }
     }
@@ -197,6 +241,7 @@ impl Tools {
         if which(&named).is_some() {
             let (version, _) = version(&format!("iptables{variant}"))?;
             return Ok(Tools {
+                stop: Stop::default(),
                 backend,
                 version,
                 variant,
@@ -206,6 +251,7 @@ impl Tools {
             let (version, plain) = version("iptables")?;
             if plain == backend {
                 return Ok(Tools {
+                    stop: Stop::default(),
                     backend,
                     version,
                     variant: "",
@@ -241,25 +287,39 @@ impl Tools {
     /// All tables of both families, as far as they can be read. Without `-t` the legacy tool reads
     /// only tables that exist already, and so creates none.
     fn everything(&self) -> String {
-        let saved = Family::ALL.map(|family| {
-            self.run(family, "save", &[], None)
-                .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
-                .unwrap_or_default()
-        });
-        saved.concat()
+        let mut saved = String::new();
+        for family in Family::ALL {
+            match self.run(family, "save", &[], None, PROBE_TIME) {
+                Ok(output) => saved.push_str(&String::from_utf8_lossy(&output.stdout)),
+                Err(Error::TooLong { .. }) => break,
+                Err(_) => {}
+            }
+        }
+        saved
     }
 
-    /// The kernel takes rules of this back end. Reading does not tell: without nf_tables for IPv4
-    /// `iptables-nft` prints empty tables.
+    /// The kernel takes rules of this back end. Reading does not tell for nf_tables: where it lacks IPv4
+    /// `iptables-nft` prints empty tables. Writing by xtables would have to wait for its lock.
     fn works(&self) -> bool {
         let probe = "*filter\n:IPVS-PROXY-PROBE - [0:0]\n-X IPVS-PROXY-PROBE\nCOMMIT\n";
-        self.restore(Family::V4, probe).is_ok()
+        let (action, arguments, input): (_, &[&str], _) = match self.backend {
+            Backend::Nft => ("restore", &["--noflush"], Some(probe)),
+            Backend::Legacy => ("save", &["-t", "filter"], None),
+        };
+        self.run(Family::V4, action, arguments, input, PROBE_TIME)
+            .is_ok()
     }
 
     /// The back end of these tools.
     #[must_use]
     pub fn backend(&self) -> Backend {
         self.backend
+    }
+
+    /// Ends what these tools, and clones of this value, run.
+    #[must_use]
+    pub fn stop(&self) -> Stop {
+        self.stop.clone()
     }
 
     /// The version of these tools.
@@ -273,10 +333,20 @@ impl Tools {
     ///
     /// # Errors
     ///
-    /// [`Error::Failed`] as the tool says, [`Error::Incompatible`] when nftables rules in the
-    /// table hide it.
+    /// [`Error::NoTable`] when the kernel has none, [`Error::Failed`] as the tool says,
+    /// [`Error::Incompatible`] when nftables rules in the table hide it.
     pub fn save(&self, family: Family, table: Table) -> Result<String, Error> {
-        let output = self.run(family, "save", &["-t", table.name()], None)?;
+        let saved = self.run(family, "save", &["-t", table.name()], None, SAVE_TIME);
+        let output = saved.map_err(|error| match error {
+            Error::Failed {
+                program, message, ..
+            } if NO_TABLE.iter().any(|said| message.contains(said)) => Error::NoTable {
+                program,
+                table,
+                message,
+            },
+            error => error,
+        })?;
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         match text
             .lines()
@@ -320,7 +390,7 @@ impl Tools {
         let places = [Some((self, but_for)), other.as_ref().map(|o| (o, &nothing))];
         places.into_iter().flatten().find_map(|(tools, but_for)| {
             Family::ALL.into_iter().find_map(|family| {
-                let output = tools.run(family, "save", &[], None).ok()?;
+                let output = tools.run(family, "save", &[], None, SAVE_TIME).ok()?;
                 let saved = String::from_utf8_lossy(&output.stdout);
                 let (table, rule) = but_for.other_rule_of_set(&saved, set)?;
                 let program = tools.command(family);
@@ -344,7 +414,8 @@ impl Tools {
         } else {
             &["--noflush"]
         };
-        self.run(family, "restore", wait, Some(text)).map(drop)
+        self.run(family, "restore", wait, Some(text), RESTORE_TIME)
+            .map(drop)
     }
 
     /// The command by which a person changes single rules: `ip6tables-legacy`.
@@ -367,9 +438,10 @@ impl Tools {
         action: &str,
         arguments: &[&str],
         input: Option<&str>,
+        time: Duration,
     ) -> Result<Output, Error> {
         let program = self.program(family, action);
-        let output = run(&program, arguments, input)?;
+        let output = program::run(&program, arguments, input, time, &self.stop)?;
         if output.status.success() {
             return Ok(output);
         }
@@ -403,16 +475,9 @@ fn backend_in_use(nft: &str, legacy: &str) -> Option<Backend> {
     }
 }
 
-fn which(program: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path)
-        .chain(SYSTEM_FOLDERS.iter().map(PathBuf::from))
-        .map(|folder| folder.join(program))
-        .find(|file| file.is_file())
-}
-
 fn version(program: &str) -> Result<(Version, Backend), Error> {
-    let output = run(program, &["--version"], None)?;
+    let stop = Stop::default();
+    let output = program::run(program, &["--version"], None, VERSION_TIME, &stop)?;
     let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
     parse_version(&text).ok_or(Error::Version {
         program: program.to_owned(),
@@ -439,39 +504,6 @@ fn parse_version(text: &str) -> Option<(Version, Backend)> {
         Backend::Legacy
     };
     Some((version, backend))
-}
-
-fn run(program: &str, arguments: &[&str], input: Option<&str>) -> Result<Output, Error> {
-    let file = which(program).ok_or_else(|| Error::Missing {
-        program: program.to_owned(),
-    })?;
-    let failed = |source| Error::Run {
-        program: program.to_owned(),
-        source,
-    };
-    let mut child = Command::new(file)
-        .args(arguments)
-        .env("LC_ALL", "C")
-        .stdin(if input.is_some() {
-            Stdio::piped()
-        } else {
-            Stdio::null()
-        })
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(failed)?;
-    // The tools read all of their input before they say anything that could fill a pipe.
-    let written = match (child.stdin.take(), input) {
-        (Some(mut stdin), Some(text)) => stdin.write_all(text.as_bytes()),
-        _ => Ok(()),
-    };
-    let output = child.wait_with_output().map_err(failed)?;
-    match written {
-        // A tool that stops at a bad line closes its input early, and says why itself.
-        Err(error) if output.status.success() => Err(failed(error)),
-        _ => Ok(output),
-    }
 }
 
 /// What a tool said, on one line, without its advice to read the help, at most 300 characters.
@@ -586,7 +618,7 @@ mod tests {
 
     #[test]
     fn a_missing_tool_names_the_package() {
-        let error = run("iptables-of-nowhere", &[], None).expect_err("no such tool");
+        let error = version("iptables-of-nowhere").expect_err("no such tool");
         assert!(
             error
                 .to_string()

@@ -8,6 +8,30 @@ use ipvs_proxy_netlink::Family;
 /// The options of the match and the target that name a set.
 const SET_OPTIONS: [&str; 4] = ["--match-set", "--map-set", "--add-set", "--del-set"];
 
+/// Targets that take no packet from the rules behind that these would treat otherwise.
+const PASSING: [&str; 20] = [
+    "AUDIT",
+    "CHECKSUM",
+    "CLASSIFY",
+    "CONNMARK",
+    "CONNSECMARK",
+    "CT",
+    "DROP",
+    "DSCP",
+    "HL",
+    "LOG",
+    "MARK",
+    "MASQUERADE",
+    "NFLOG",
+    "REJECT",
+    "SECMARK",
+    "SET",
+    "SNAT",
+    "TCPMSS",
+    "TRACE",
+    "TTL",
+];
+
 /// A table of iptables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Table {
@@ -83,6 +107,8 @@ pub struct Jump {
     pub from: String,
     /// The rule; its target (`-j` or `-g`) is a chain of the same [`TableRules`].
     pub rule: String,
+    /// It is misplaced ([`Ruleset::misplaced`]) behind a rule of others that may take a packet from it.
+    pub first: bool,
 }
 
 /// What a host has of a [`Ruleset`]: the chains of its names, and the rules that go to them.
@@ -98,6 +124,8 @@ struct PresentTable {
     jumps: BTreeMap<String, Vec<String>>,
     /// Our chains that someone else's chain goes to, each with the rules that do (`MINE -j OURS`).
     referenced: BTreeMap<String, Vec<String>>,
+    /// By built-in chain: the first rule of others that may take a packet from a jump that shall be first.
+    before: BTreeMap<String, String>,
 }
 
 impl Present {
@@ -118,6 +146,26 @@ impl Present {
         lines
     }
 
+    /// Takes in what comes before our jumps in a table that was read to its end.
+    fn note_before(&mut self, table: Option<(&TableRules, Others<'_>)>) {
+        let Some((ours, others)) = table else { return };
+        let Some(present) = self.0.get_mut(&ours.table) else {
+            return;
+        };
+        for (chain, before) in &others.built_in {
+            let first = |jump: &Jump| jump.first && jump.from == *chain;
+            let rules = others.rules.get(chain).into_iter().flatten().take(*before);
+            if ours.jumps.iter().any(first)
+                && let Some(rule) = { rules }
+                    .find(|rule| others.take_packets(ours, rule, true, &mut BTreeSet::new()))
+            {
+                present
+                    .before
+                    .insert((*chain).to_owned(), (*rule).to_owned());
+            }
+        }
+    }
+
     /// No chain of the ruleset exists and nothing goes to one.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -133,6 +181,53 @@ impl Present {
             let chains = present.referenced.iter();
             chains.map(|(chain, rules)| (*table, chain.as_str(), rules.as_slice()))
         })
+    }
+}
+
+/// What others have in a table.
+#[derive(Default)]
+struct Others<'a> {
+    /// The built-in chains, and how many rules of others come before the last jump to ours.
+    built_in: BTreeMap<&'a str, usize>,
+    /// The rules by chain, but for our chains and the jumps to them.
+    rules: BTreeMap<&'a str, Vec<&'a str>>,
+}
+
+impl Others<'_> {
+    /// Whether a rule, or a chain that it goes to, may take a new connection from the rules behind. One
+    /// that refuses it does no harm: what is refused does not depend on who is first. One that only
+    /// masquerades does what ours would do at most.
+    fn take_packets<'a>(
+        &'a self,
+        ours: &TableRules,
+        rule: &'a str,
+        built_in: bool,
+        seen: &mut BTreeSet<&'a str>,
+    ) -> bool {
+        let words = words(rule);
+        let old = |pair: &[&str]| match pair {
+            ["!", ..] => false,
+            [_, "--ctstate" | "--state", states] => !states.split(',').any(|state| state == "NEW"),
+            _ => false,
+        };
+        if words.windows(3).any(old) {
+            return false;
+        }
+        match target(rule) {
+            None => false,
+            Some("RETURN") => built_in,
+            Some(target) if PASSING.contains(&target) || ours.owns(target) => false,
+            // Nothing comes back to a chain from which a packet goes for good.
+            Some(_) if built_in && words.contains(&"-g") => true,
+            Some(target) => match self.rules.get(target) {
+                Some(_) if !seen.insert(target) => false,
+                Some(rules) => rules
+                    .iter()
+                    .any(|rule| self.take_packets(ours, rule, false, seen)),
+                // A target that this does not know.
+                None => true,
+            },
+        }
     }
 }
 
@@ -172,17 +267,18 @@ impl Ruleset {
     #[must_use]
     pub fn present(&self, saved: &str) -> Present {
         let mut present = Present::default();
-        let mut current: Option<(&TableRules, BTreeSet<&str>)> = None;
+        let mut current: Option<(&TableRules, Others<'_>)> = None;
         for line in saved.lines() {
             if let Some(name) = line.strip_prefix('*') {
+                present.note_before(current.take());
                 current = self
                     .tables
                     .iter()
                     .find(|ours| ours.table.name() == name.trim())
-                    .map(|ours| (ours, BTreeSet::new()));
+                    .map(|ours| (ours, Others::default()));
                 continue;
             }
-            let Some((ours, built_in)) = &mut current else {
+            let Some((ours, others)) = &mut current else {
                 continue;
             };
             let table = present.0.entry(ours.table).or_default();
@@ -194,7 +290,10 @@ impl Ruleset {
                     }
                     // A user-defined chain has no policy.
                     (Some(chain), Some(policy)) if policy != "-" => {
-                        built_in.insert(chain);
+                        others.built_in.insert(chain, 0);
+                    }
+                    (Some(chain), Some(_)) => {
+                        others.rules.entry(chain).or_default();
                     }
                     _ => {}
                 }
@@ -206,20 +305,21 @@ impl Ruleset {
                         .entry(chain.to_owned())
                         .or_default()
                         .push(rule.to_owned());
-                } else if let Some(target) = goes_to_us {
-                    if built_in.contains(chain) {
-                        table
-                            .jumps
-                            .entry(chain.to_owned())
-                            .or_default()
-                            .push(rule.to_owned());
-                    } else {
+                } else if let (Some(before), Some(_)) = (others.built_in.get_mut(chain), goes_to_us)
+                {
+                    *before = others.rules.get(chain).map_or(0, Vec::len);
+                    let jumps = table.jumps.entry(chain.to_owned()).or_default();
+                    jumps.push(rule.to_owned());
+                } else {
+                    others.rules.entry(chain).or_default().push(rule);
+                    if let Some(target) = goes_to_us {
                         let rules = table.referenced.entry(target.to_owned()).or_default();
                         rules.push(format!("{chain} {rule}"));
                     }
                 }
             }
         }
+        present.note_before(current);
         present
     }
 
@@ -251,7 +351,8 @@ impl Ruleset {
     /// Where the host differs; empty when there is nothing to write.
     ///
     /// Other software's rules before, between and after our jumps are no difference: whoever moved
-    /// its own to the front would otherwise be fought for ever.
+    /// its own to the front would otherwise be fought for ever. What comes before matters all the same:
+    /// [`Ruleset::misplaced`] tells it.
     #[must_use]
     pub fn differences(&self, present: &Present) -> Vec<Difference> {
         let nothing = PresentTable::default();
@@ -259,6 +360,19 @@ impl Ruleset {
             .iter()
             .flat_map(|ours| ours.differences(present.0.get(&ours.table).unwrap_or(&nothing)))
             .collect()
+    }
+
+    /// The first rule of others in each built-in chain that may take a packet from a jump of ours that shall be
+    /// first: `before ours: -t filter -A INPUT -i eth0 -j ACCEPT`. A rule that only refuses,
+    /// notes or marks, or is for established connections, is none, nor one that leads to such rules alone.
+    #[must_use]
+    pub fn misplaced(&self, present: &Present) -> Vec<String> {
+        let mut lines = Vec::new();
+        for (table, theirs) in &present.0 {
+            let line = |(chain, rule)| format!("before ours: -t {table} -A {chain} {rule}");
+            lines.extend(theirs.before.iter().map(line));
+        }
+        lines
     }
 
     /// Where the host differs, rule by rule: `missing: -t nat -A KUBE-SERVICES -j RETURN`, `added:`
@@ -283,14 +397,15 @@ impl Ruleset {
     /// else with the tables that differ, each as a whole.
     ///
     /// Our chains are created or emptied, and filled. Where a built-in chain's jumps to our
-    /// chains differ, all that exist are deleted, of whatever form, and ours come first in it.
+    /// chains differ or are misplaced, all that exist are deleted, of whatever form, and ours come
+    /// first in it.
     #[must_use]
     pub fn restore_text(&self, present: &Present) -> String {
         let nothing = PresentTable::default();
         let mut text = String::new();
         for ours in &self.tables {
             let theirs = present.0.get(&ours.table).unwrap_or(&nothing);
-            if !ours.differences(theirs).is_empty() {
+            if !ours.differences(theirs).is_empty() || !theirs.before.is_empty() {
                 ours.write_restore(theirs, &mut text);
             }
         }
@@ -421,7 +536,7 @@ impl TableRules {
         self.write_declarations(text);
         self.write_rules(text);
         for from in self.jump_chains(theirs) {
-            if self.jumps_match(from, theirs) {
+            if self.jumps_match(from, theirs) && !theirs.before.contains_key(from) {
                 continue;
             }
             for rule in theirs.jumps.get(from).into_iter().flatten() {
@@ -513,6 +628,7 @@ mod tests {
         let jump = |from: &str, rule: &str| Jump {
             from: from.into(),
             rule: rule.into(),
+            first: from != "FORWARD",
         };
         Ruleset {
             family: Family::V4,
@@ -629,6 +745,108 @@ COMMIT
             COMMIT
         "#]]
         .assert_eq(&rules().restore_text(&present));
+    }
+
+    /// What is misplaced when these stand before the jumps, with these chains of others.
+    fn misplaced(chain: &str, rule: &str, more: &str) -> Vec<String> {
+        let line = format!("-A {chain} {rule}\n");
+        let with = |saved: &str, table: &str, line: &str| {
+            saved.replace(&format!("*{table}\n"), &format!("*{table}\n{line}"))
+        };
+        let mut saved = COMPLETE.to_owned();
+        let (table, first) = match chain {
+            "PREROUTING" => ("nat", "[3:180] -A PREROUTING"),
+            "INPUT" => ("filter", "-A INPUT -j CNI"),
+            _ => ("filter", "-A FORWARD -g"),
+        };
+        saved = with(&saved, table, more);
+        saved = saved.replacen(first, &format!("{line}{first}"), 1);
+        let present = rules().present(&saved);
+        assert_eq!(rules().differences(&present), []);
+        rules().misplaced(&present)
+    }
+
+    #[test]
+    fn rules_of_others_before_ours_are_told() {
+        let allow = ":ALLOW - [0:0]\n-A ALLOW -p tcp -m tcp --dport 22 -j ACCEPT\n";
+        let refuse = ":ALLOW - [0:0]\n-A ALLOW -j REJECT\n-A ALLOW -j RETURN\n";
+        let nested = ":ALLOW - [0:0]\n:B - [0:0]\n-A ALLOW -j B\n-A B -j ALLOW\n-A B -j RETURN\n";
+        for (chain, rule, more) in [
+            ("INPUT", "-i cbr0 -j ACCEPT", ""),
+            ("INPUT", "-j RETURN", ""),
+            (
+                "INPUT",
+                "-m conntrack --ctstate NEW,ESTABLISHED -j ACCEPT",
+                "",
+            ),
+            (
+                "INPUT",
+                "-m conntrack ! --ctstate ESTABLISHED -j ACCEPT",
+                "",
+            ),
+            ("INPUT", "-m comment --comment \"-j DROP\" -j ACCEPT", ""),
+            ("INPUT", "-j ALLOW", allow),
+            ("INPUT", "-g ALLOW", refuse),
+            ("INPUT", "-j NFQUEUE --queue-num 1", ""),
+            (
+                "PREROUTING",
+                "-p tcp -m tcp --dport 80 -j DNAT --to-destination 10.0.0.1:80",
+                "",
+            ),
+        ] {
+            let told = misplaced(chain, rule, more);
+            let table = if chain == "INPUT" { "filter" } else { "nat" };
+            let expected = format!("before ours: -t {table} -A {chain} {rule}");
+            assert_eq!(told, [expected], "{more}");
+        }
+        for (chain, rule, more) in [
+            ("INPUT", "-s 192.0.2.1/32 -j DROP", ""),
+            (
+                "INPUT",
+                "-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+                "",
+            ),
+            ("INPUT", "-j LOG --log-prefix \"-j ACCEPT\"", ""),
+            ("INPUT", "-p tcp", ""),
+            ("INPUT", "-j ALLOW", refuse),
+            ("INPUT", "-j ALLOW", nested),
+            ("INPUT", "-j ALLOW", ":ALLOW - [0:0]\n"),
+            ("FORWARD", "-j ACCEPT", ""),
+        ] {
+            assert_eq!(
+                misplaced(chain, rule, more),
+                [""; 0],
+                "{chain} {rule} {more}"
+            );
+        }
+    }
+
+    #[test]
+    fn misplaced_jumps_come_first_again() {
+        let saved = COMPLETE.replace("-A INPUT -p tcp\n", "-A INPUT -i cbr0 -j ACCEPT\n");
+        let present = rules().present(&saved);
+        // Between two of ours is before the second.
+        let told = "before ours: -t filter -A INPUT -i cbr0 -j ACCEPT";
+        assert_eq!(rules().misplaced(&present), [told]);
+        assert_eq!(rules().differences(&present), []);
+        expect![[r#"
+            *filter
+            :KUBE-A - [0:0]
+            :KUBE-B - [0:0]
+            -A KUBE-A -j DROP
+            -A KUBE-B -j RETURN
+            -D INPUT -j KUBE-A
+            -D INPUT -j KUBE-B
+            -I INPUT 1 -j KUBE-B
+            -I INPUT 1 -j KUBE-A
+            COMMIT
+        "#]]
+        .assert_eq(&rules().restore_text(&present));
+        let behind = saved.replace("-A INPUT -i cbr0 -j ACCEPT\n", "").replace(
+            "-A INPUT -j KUBE-B\n",
+            "-A INPUT -j KUBE-B\n-A INPUT -i cbr0 -j ACCEPT\n",
+        );
+        assert_eq!(rules().restore_text(&rules().present(&behind)), "");
     }
 
     #[test]

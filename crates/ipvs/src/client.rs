@@ -169,6 +169,7 @@ impl Error {
                 },
             },
             NetlinkError::Overrun => Error::Overrun { request },
+            NetlinkError::NoFamily { .. } => Error::NoModule,
             source => Error::Transport { request, source },
         }
     }
@@ -199,6 +200,9 @@ impl Error {
     }
 }
 
+/// What is behind the message headers of the answers to a question.
+type Answers = Result<Vec<Vec<u8>>, NetlinkError>;
+
 /// A client of the IPVS of one network namespace.
 ///
 /// Blocking, and owned by one thread. Every call needs `CAP_NET_ADMIN` in the namespace, also the
@@ -210,15 +214,24 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the IPVS of the calling thread's network namespace.
+    /// Connects to the IPVS of the calling thread's network namespace. When the module is unloaded and loaded
+    /// again later, the client goes on with the new one, whose table is empty.
     ///
     /// [`Error::NoModule`] when the kernel does not know the netlink family `IPVS`. Kernels differ
     /// in whether the question loads the module (Linux 5.10 never does).
     pub fn open() -> Result<Client, Error> {
-        let mut socket = Socket::open(Subsystem::Generic)
+        let socket = Socket::open(Subsystem::Generic)
             .map_err(|error| Error::of(error, "open a netlink socket"))?;
-        match socket.family(codec::IPVS_GENL_NAME) {
-            Ok(family) => Ok(Client { socket, family }),
+        let mut client = Client { socket, family: 0 };
+        client.find_family()?;
+        Ok(client)
+    }
+
+    /// Asks for the number of the netlink family, which the module gets anew when it is loaded; whether
+    /// it is another one than before.
+    fn find_family(&mut self) -> Result<bool, Error> {
+        match self.socket.family(codec::IPVS_GENL_NAME) {
+            Ok(family) => Ok(std::mem::replace(&mut self.family, family) != family),
             Err(NetlinkError::NoFamily { .. }) => Err(Error::NoModule),
             Err(error) => Err(Error::of(error, "find the netlink family of IPVS")),
         }
@@ -227,29 +240,57 @@ impl Client {
     /// Makes changes in the order given, many in one system call, and returns one result for each.
     /// A refused change does not stop those behind it.
     pub fn apply(&mut self, requests: &[Request<'_>]) -> Vec<Result<(), Error>> {
-        let mut unsendable = Vec::with_capacity(requests.len());
+        let mut results: Vec<Result<(), Error>> = Vec::with_capacity(requests.len());
         let mut messages = Vec::with_capacity(requests.len());
-        for request in requests {
-            match codec::change(self.family, request) {
+        for (n, request) in requests.iter().enumerate() {
+            results.push(match codec::change(self.family, request) {
                 Ok(message) => {
-                    messages.push(message);
-                    unsendable.push(None);
+                    messages.push((n, message));
+                    Ok(())
                 }
-                Err(source) => unsendable.push(Some(source)),
+                Err(source) => Err(Error::Unsendable {
+                    request: format!("{request:?}"),
+                    source,
+                }),
+            });
+        }
+        let (places, messages): (Vec<usize>, Vec<Message>) = messages.into_iter().unzip();
+        let mut answers = self.socket.batch(&messages);
+        let unknown = |answer: &Result<(), NetlinkError>| matches!(answer, Err(error) if may_be_no_family(error));
+        // Nothing was done by those, whether it is the family that is unknown or something else.
+        if answers.iter().any(unknown) {
+            match self.find_family() {
+                Ok(true) => {
+                    let again = messages
+                        .iter()
+                        .zip(&answers)
+                        .filter(|(_, answer)| unknown(answer));
+                    let again: Vec<Message> = again
+                        .map(|(message, _)| Message {
+                            kind: self.family,
+                            ..message.clone()
+                        })
+                        .collect();
+                    let mut answered = self.socket.batch(&again).into_iter();
+                    for answer in answers.iter_mut().filter(|answer| unknown(answer)) {
+                        *answer = answered.next().unwrap_or(Err(NetlinkError::Overrun));
+                    }
+                }
+                Err(Error::NoModule) => {
+                    for answer in answers.iter_mut().filter(|answer| unknown(answer)) {
+                        let name = codec::IPVS_GENL_NAME.to_owned();
+                        *answer = Err(NetlinkError::NoFamily { name });
+                    }
+                }
+                Ok(false) | Err(_) => {}
             }
         }
-        let mut answers = self.socket.batch(&messages).into_iter();
-        let pair = |(request, unsendable): (&Request<'_>, _)| match unsendable {
-            Some(source) => Err(Error::Unsendable {
-                request: format!("{request:?}"),
-                source,
-            }),
-            None => answers
-                .next()
-                .unwrap_or(Err(NetlinkError::Overrun))
-                .map_err(|error| Error::of_change(error, request)),
-        };
-        requests.iter().zip(unsendable).map(pair).collect()
+        for (n, answer) in places.into_iter().zip(answers) {
+            if let (Some(slot), Some(request)) = (results.get_mut(n), requests.get(n)) {
+                *slot = answer.map_err(|error| Error::of_change(error, request));
+            }
+        }
+        results
     }
 
     /// All virtual servers.
@@ -258,11 +299,8 @@ impl Client {
     /// meanwhile may yield entries twice or not at all, without a sign of it.
     pub fn virtual_servers(&mut self) -> Result<Vec<VirtualServerEntry>, Error> {
         let what = "list virtual servers";
-        let ask = sendable(codec::get_virtual_server(self.family, None), what)?;
-        let answers = self
-            .socket
-            .dump(&ask)
-            .map_err(|error| Error::of(error, what))?;
+        let ask = |family| codec::get_virtual_server(family, None);
+        let answers = self.ask(ask, Socket::dump, what)?;
         decode_all(&answers, what, codec::virtual_server)
     }
 
@@ -272,8 +310,8 @@ impl Client {
         key: VirtualServerKey,
     ) -> Result<Option<VirtualServerEntry>, Error> {
         let what = format!("get virtual server {key}");
-        let ask = sendable(codec::get_virtual_server(self.family, Some(&key)), &what)?;
-        match self.query(&ask, &what, codec::virtual_server) {
+        let ask = |family| codec::get_virtual_server(family, Some(&key));
+        match self.query(ask, &what, codec::virtual_server) {
             Err(Error::NoVirtualServer { .. }) => Ok(None),
             result => result.map(Some),
         }
@@ -283,11 +321,8 @@ impl Client {
     /// no such virtual server. As to changes meanwhile, see [`Client::virtual_servers`].
     pub fn real_servers(&mut self, of: VirtualServerKey) -> Result<Vec<RealServerEntry>, Error> {
         let what = format!("list real servers of {of}");
-        let ask = sendable(codec::get_real_servers(self.family, &of), &what)?;
-        let answers = self
-            .socket
-            .dump(&ask)
-            .map_err(|error| Error::of(error, &what))?;
+        let ask = |family| codec::get_real_servers(family, &of);
+        let answers = self.ask(ask, Socket::dump, &what)?;
         decode_all(&answers, &what, |payload| {
             codec::real_server(payload, of.family())
         })
@@ -296,8 +331,7 @@ impl Client {
     /// How long connections without traffic are kept.
     pub fn timeouts(&mut self) -> Result<Timeouts, Error> {
         let what = "get timeouts";
-        let ask = sendable(codec::get_timeouts(self.family), what)?;
-        self.query(&ask, what, codec::timeouts)
+        self.query(codec::get_timeouts, what, codec::timeouts)
     }
 
     /// Sets how long connections without traffic are kept, of those to come and of those whose
@@ -305,15 +339,14 @@ impl Client {
     ///
     /// [`Error::Kernel`] with `EINVAL` when one is beyond 2^31 - 1 ticks of the kernel's clock.
     pub fn set_timeouts(&mut self, timeouts: &Timeouts) -> Result<(), Error> {
-        let ask = codec::set_timeouts(self.family, timeouts);
+        let ask = |family| codec::set_timeouts(family, timeouts);
         self.command(ask, &format!("set timeouts to {timeouts:?}"))
     }
 
     /// IPVS's version and the size of its connection table.
     pub fn info(&mut self) -> Result<Info, Error> {
         let what = "get the version of IPVS";
-        let ask = sendable(codec::get_info(self.family), what)?;
-        self.query(&ask, what, codec::info)
+        self.query(codec::get_info, what, codec::info)
     }
 
     /// Whether the kernel has a scheduler, or a module that has it, which it then loads. Changes
@@ -323,21 +356,21 @@ impl Client {
     /// server that uses the scheduler will show.
     pub fn has_scheduler(&mut self, scheduler: Scheduler) -> Result<bool, Error> {
         let what = format!("look for scheduler {scheduler}");
-        let ask = sendable(codec::probe_scheduler(self.family, &scheduler), &what)?;
-        match self.socket.query(&ask) {
-            Err(NetlinkError::Kernel(KernelError { code: ENOENT, .. })) => Ok(false),
-            Err(NetlinkError::Kernel(KernelError {
-                code: EINVAL | EAFNOSUPPORT,
-                ..
-            }))
-            | Ok(_) => Ok(true),
-            Err(error) => Err(Error::of(error, &what)),
+        let ask = |family| codec::probe_scheduler(family, &scheduler);
+        match self.ask(ask, Socket::query, &what) {
+            Err(Error::Kernel { source, .. }) if source.code == ENOENT => Ok(false),
+            Err(Error::Kernel { source, .. })
+                if source.code == EINVAL || source.code == EAFNOSUPPORT =>
+            {
+                Ok(true)
+            }
+            answer => answer.map(|_| true),
         }
     }
 
     /// Removes all virtual servers of the network namespace, whoever made them.
     pub fn flush(&mut self) -> Result<(), Error> {
-        self.command(codec::flush(self.family), "remove all virtual servers")
+        self.command(codec::flush, "remove all virtual servers")
     }
 
     /// Sets the counters of one virtual server and its real servers to zero; `None` stands for all
@@ -349,34 +382,52 @@ impl Client {
             Some(key) => format!("zero the counters of {key}"),
             None => "zero all counters".to_owned(),
         };
-        self.command(codec::zero(self.family, key.as_ref()), &what)
+        self.command(|family| codec::zero(family, key.as_ref()), &what)
     }
 
     fn command(
         &mut self,
-        message: Result<Message, codec::Unsendable>,
+        message: impl Fn(u16) -> Result<Message, codec::Unsendable>,
         what: &str,
     ) -> Result<(), Error> {
-        let message = sendable(message, what)?;
-        let answers = self.socket.query(&message);
-        answers.map(drop).map_err(|error| Error::of(error, what))
+        self.ask(message, Socket::query, what).map(drop)
     }
 
     fn query<T>(
         &mut self,
-        ask: &Message,
+        message: impl Fn(u16) -> Result<Message, codec::Unsendable>,
         what: &str,
         decode: impl Fn(&[u8]) -> Result<T, NetlinkError>,
     ) -> Result<T, Error> {
-        let answers = self
-            .socket
-            .query(ask)
-            .map_err(|error| Error::of(error, what))?;
+        let answers = self.ask(message, Socket::query, what)?;
         let answer = answers.first().ok_or(NetlinkError::Decode("no answer"));
         answer
             .and_then(|answer| decode(answer))
             .map_err(|error| Error::of(error, what))
     }
+
+    /// Asks, and once more where the family of the question has another number by now.
+    fn ask(
+        &mut self,
+        message: impl Fn(u16) -> Result<Message, codec::Unsendable>,
+        by: fn(&mut Socket, &Message) -> Answers,
+        what: &str,
+    ) -> Result<Vec<Vec<u8>>, Error> {
+        let ask = sendable(message(self.family), what)?;
+        let answers = match by(&mut self.socket, &ask) {
+            Err(error) if may_be_no_family(&error) && self.find_family()? => {
+                let ask = sendable(message(self.family), what)?;
+                by(&mut self.socket, &ask)
+            }
+            answers => answers,
+        };
+        answers.map_err(|error| Error::of(error, what))
+    }
+}
+
+/// What the kernel answers where it does not know the family (`genl_rcv_msg`), and to some that it knows.
+fn may_be_no_family(error: &NetlinkError) -> bool {
+    matches!(error, NetlinkError::Kernel(refusal) if refusal.code == ENOENT)
 }
 
 fn sendable(message: Result<Message, codec::Unsendable>, what: &str) -> Result<Message, Error> {

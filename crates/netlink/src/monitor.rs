@@ -1,5 +1,6 @@
 //! What the kernel tells to all who listen.
 
+use std::thread;
 use std::time::Duration;
 
 use netlink_packet_core::NetlinkBuffer;
@@ -23,14 +24,19 @@ pub enum Notice {
         /// Everything behind the message header.
         payload: Vec<u8>,
     },
-    /// Notices were lost (`ENOBUFS`): list again.
+    /// Notices were lost (`ENOBUFS`, or a socket that failed): list again.
     Lost,
 }
+
+/// How long a socket that failed is left alone before it is opened again.
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// A socket that listens to multicast groups. It blocks; give it a thread of its own.
 #[derive(Debug)]
 pub struct Monitor {
     socket: netlink_sys::Socket,
+    subsystem: Subsystem,
+    groups: Vec<u32>,
     buffer: Vec<u8>,
 }
 
@@ -40,33 +46,18 @@ impl Monitor {
     ///
     /// [`Error::Socket`] when the kernel lacks the subsystem or a group.
     pub fn open(subsystem: Subsystem, groups: &[u32]) -> Result<Monitor, Error> {
-        let failed = |call| {
-            move |e: std::io::Error| Error::Socket {
-                call,
-                errno: e.raw_os_error().unwrap_or(0),
-            }
-        };
-        let mut socket = netlink_sys::Socket::new(subsystem.number()).map_err(failed("socket"))?;
-        socket
-            .bind(&SocketAddr::new(0, 0))
-            .map_err(failed("bind"))?;
-        // More room is better and not needed: what is lost is told.
-        let room = 1024 * 1024;
-        let _ = setsockopt(&socket, sockopt::RcvBufForce, &room);
-        for group in groups {
-            socket
-                .add_membership(*group)
-                .map_err(failed("NETLINK_ADD_MEMBERSHIP"))?;
-        }
         Ok(Monitor {
-            socket,
+            socket: listen(subsystem, groups)?,
+            subsystem,
+            groups: groups.to_vec(),
             buffer: vec![0; 64 * 1024],
         })
     }
 
-    /// Waits for the next notices, at least one, and returns all that have come.
+    /// Waits for the next notices, at least one, and returns all that have come. A socket that failed is opened again after
+    /// a second, which counts as [`Notice::Lost`]. It belongs to the calling thread's network namespace then.
     ///
-    /// [`Error::Socket`] when the socket can't be used any more.
+    /// [`Error::Socket`] when that can't be done; the next call tries it again.
     pub fn wait(&mut self) -> Result<Vec<Notice>, Error> {
         self.wait_up_to(None)
     }
@@ -103,17 +94,38 @@ impl Monitor {
                     Errno::ENOBUFS => notices.push(Notice::Lost),
                     Errno::EINTR => {}
                     Errno::EAGAIN if time.is_some() || !notices.is_empty() => break,
-                    errno => {
-                        return Err(Error::Socket {
-                            call: "recv",
-                            errno: errno as i32,
-                        });
+                    _ => {
+                        thread::sleep(PAUSE);
+                        self.socket = listen(self.subsystem, &self.groups)?;
+                        return Ok(vec![Notice::Lost]);
                     }
                 },
             }
         }
         Ok(notices)
     }
+}
+
+fn listen(subsystem: Subsystem, groups: &[u32]) -> Result<netlink_sys::Socket, Error> {
+    let failed = |call| {
+        move |e: std::io::Error| Error::Socket {
+            call,
+            errno: e.raw_os_error().unwrap_or(0),
+        }
+    };
+    let mut socket = netlink_sys::Socket::new(subsystem.number()).map_err(failed("socket"))?;
+    socket
+        .bind(&SocketAddr::new(0, 0))
+        .map_err(failed("bind"))?;
+    // More room is better and not needed: what is lost is told.
+    let room = 1024 * 1024;
+    let _ = setsockopt(&socket, sockopt::RcvBufForce, &room);
+    for group in groups {
+        socket
+            .add_membership(*group)
+            .map_err(failed("NETLINK_ADD_MEMBERSHIP"))?;
+    }
+    Ok(socket)
 }
 
 /// The notices of a datagram; what can't be read counts as lost.
@@ -137,14 +149,28 @@ fn read(mut datagram: &[u8]) -> Vec<Notice> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use nix::sys::socket::getsockopt;
+    use nix::sys::time::{TimeVal, TimeValLike};
     use proptest::prelude::*;
+
+    use super::*;
 
     proptest! {
         #[test]
         fn no_datagram_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = read(&bytes);
         }
+    }
+
+    #[test]
+    fn a_socket_that_failed_is_opened_again() {
+        let mut monitor = Monitor::open(Subsystem::Route, &[1]).unwrap();
+        // To run out of time is a failure here.
+        let short = TimeVal::milliseconds(1);
+        setsockopt(&monitor.socket, sockopt::ReceiveTimeout, &short).unwrap();
+        assert_eq!(monitor.wait(), Ok(vec![Notice::Lost]));
+        let timeout = getsockopt(&monitor.socket, sockopt::ReceiveTimeout).unwrap();
+        assert_eq!(timeout, TimeVal::zero());
     }
 
     #[test]

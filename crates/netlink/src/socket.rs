@@ -94,13 +94,17 @@ impl Request {
     }
 }
 
-/// A blocking netlink socket. It belongs to the network namespace in which it was opened.
+/// A blocking netlink socket. It belongs to the network namespace in which it was opened. After a failure of
+/// the socket itself the next request opens it again.
 ///
 /// It is not `Clone`, and one thread owns it: answers are paired with requests by reading them in
 /// turn.
 pub struct Socket {
     // netlink_sys::Socket is Clone and closes its descriptor on drop: never clone it.
     socket: netlink_sys::Socket,
+    subsystem: Subsystem,
+    /// It failed in a way that another one might not.
+    dead: bool,
     next_sequence: u32,
     buffer: Vec<u8>,
 }
@@ -157,6 +161,8 @@ impl Socket {
         })?;
         Ok(Socket {
             socket,
+            subsystem,
+            dead: false,
             next_sequence: 1,
             buffer: vec![0; RECEIVE_BYTES],
         })
@@ -320,7 +326,15 @@ impl Socket {
             // The kernel looks for the next message at the next multiple of four.
             bytes.resize(bytes.len().next_multiple_of(4), 0);
         }
-        self.socket.send(&bytes, 0).map_err(failed("send"))?;
+        if self.dead {
+            let sequence = self.next_sequence;
+            *self = Socket::open(self.subsystem)?;
+            self.next_sequence = sequence;
+        }
+        self.socket.send(&bytes, 0).map_err(|error| {
+            self.dead = is_death(&error);
+            failed("send")(error)
+        })?;
         Ok(first)
     }
 
@@ -333,6 +347,7 @@ impl Socket {
             let received = self
                 .socket
                 .recv(&mut self.buffer.as_mut_slice(), flags.bits());
+            self.dead = received.as_ref().is_err_and(is_death);
             return match received.map_err(|error| Errno::from_raw(raw_errno(&error))) {
                 Ok(length) => Ok(Received::Bytes(length)),
                 Err(Errno::EINTR) => continue,
@@ -370,6 +385,19 @@ fn failed(call: &'static str) -> impl Fn(io::Error) -> Error {
         call,
         errno: raw_errno(&error),
     }
+}
+
+/// Not what a request or the moment is to blame for.
+fn is_death(error: &io::Error) -> bool {
+    !matches!(
+        Errno::from_raw(raw_errno(error)),
+        Errno::EAGAIN
+            | Errno::EINTR
+            | Errno::EMSGSIZE
+            | Errno::ENOBUFS
+            | Errno::ENOMEM
+            | Errno::EPERM
+    )
 }
 
 fn raw_errno(error: &io::Error) -> i32 {
@@ -453,6 +481,8 @@ impl Message<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
     use super::*;
 
     fn message(kind: u16, flags: u16, payload: &[u8]) -> Message<'_> {
@@ -544,6 +574,30 @@ mod tests {
         socket.send(&[ask_family("nlctrl")], NLM_F_ACK).unwrap();
         let results = socket.batch(&[ask_family("none")]);
         assert!(matches!(&results[..], [Err(Error::Kernel(e))] if e.code == 2));
+    }
+
+    #[test]
+    fn a_dead_socket_is_opened_again() {
+        let mut socket = Socket::open(Subsystem::Generic).unwrap();
+        assert_eq!(socket.family("nlctrl"), Ok(16));
+        // Nobody is there.
+        let mut dead = netlink_sys::Socket::new(Subsystem::Generic.number()).unwrap();
+        dead.bind_auto().unwrap();
+        dead.connect(&SocketAddr::new(u32::MAX - 1, 0)).unwrap();
+        socket.socket = dead;
+        let failed = socket.family("nlctrl");
+        assert!(matches!(failed, Err(Error::Socket { .. })), "{failed:?}");
+        assert_eq!(socket.family("nlctrl"), Ok(16));
+        // A request that is to blame itself does not change the socket.
+        let before = socket.socket.as_raw_fd();
+        let huge = Request {
+            kind: GENL_ID_CTRL,
+            flags: 0,
+            payload: vec![0; 20_000_000],
+        };
+        assert!(socket.query(&huge).is_err());
+        assert_eq!(socket.family("nlctrl"), Ok(16));
+        assert_eq!(socket.socket.as_raw_fd(), before);
     }
 
     #[test]

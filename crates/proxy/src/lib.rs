@@ -14,6 +14,7 @@
 //! | [`state`] | keys and values: what a kernel holds |
 //! | [`op`] | one change, its outcome, and the [`op::Dataplane`] that carries it out |
 //! | [`planner`] | wanted against applied: pending keys, rounds of ops, drains |
+//! | [`step`] | one step of the work, used by whoever drives a planner |
 //! | [`memory`] | a kernel in memory, for tests |
 //!
 //! ```
@@ -22,15 +23,7 @@
 //!
 //! let mut kernel = MemoryKernel::new();
 //! let mut planner = Planner::new(Config::default());
-//! let now = Instant::now();
-//! loop {
-//!     let ops = planner.next(now);
-//!     if ops.is_empty() {
-//!         break;
-//!     }
-//!     let outcomes = kernel.apply(&ops);
-//!     planner.commit(ops.into_iter().zip(outcomes), now);
-//! }
+//! planner.work(&mut kernel, &Instant::now, 100).unwrap();
 //! assert_eq!(kernel.state, planner.desired());
 //! ```
 
@@ -43,3 +36,4 @@ pub mod plan;
 pub mod planner;
 pub mod rules;
 pub mod state;
+pub mod step;

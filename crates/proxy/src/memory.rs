@@ -6,11 +6,13 @@ use std::net::IpAddr;
 
 use ipset_rs::Entry;
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
-use ipvs_proxy_iptables::{Present, Ruleset};
+use ipvs_proxy_iptables::{Present, Ruleset, Table};
 use ipvs_proxy_netlink::Family;
 
 use self::faults::{Fault, Faults};
-use crate::op::{Dataplane, Failure, FailureKind, Op, Outcome, ReadError, Reading, StaleFlows};
+use crate::op::{
+    Dataplane, Failure, FailureKind, Finished, Glance, Op, Outcome, ReadError, Reading, StaleFlows,
+};
 use crate::state::{Key, Role, Set, State, Value, is_ours};
 
 pub mod faults;
@@ -32,6 +34,18 @@ pub struct MemoryKernel {
     pub refuse: BTreeMap<Key, FailureKind>,
     /// What else goes wrong.
     pub faults: Faults,
+    /// Keys whose ops are [started](Outcome::Started), and end by [`MemoryKernel::finish_slow`].
+    pub slow: BTreeSet<Key>,
+    /// The ops that were started.
+    started: Vec<Op>,
+    /// Keys of rules that can't be read.
+    pub unreadable: BTreeSet<Key>,
+    /// What [`Dataplane::finished`] tells next.
+    pub finished: Vec<Finished>,
+    /// Looks after each op at what is [exposed](MemoryKernel::exposed).
+    pub guarded: bool,
+    /// What was exposed after which op.
+    pub leaks: Vec<(Op, Vec<Key>)>,
     /// How many times it was read.
     pub readings: usize,
 }
@@ -57,7 +71,8 @@ impl MemoryKernel {
                         family,
                         role: Role::IpvsIps,
                     };
-                    !there(Key::Rules(family)) || !there(Key::Entry(guard, Entry::Ip(*address)))
+                    !there(Key::Rules(family, Table::Filter))
+                        || !there(Key::Entry(guard, Entry::Ip(*address)))
                 }
                 Key::Entry(
                     Set {
@@ -82,13 +97,22 @@ impl MemoryKernel {
         exposed
     }
 
+    /// Carries out the ops that were started; nothing is slow any more.
+    pub fn finish_slow(&mut self) {
+        self.slow.clear();
+        for op in std::mem::take(&mut self.started) {
+            let outcome = self.carry_out(&op);
+            self.finished.push(Finished::Op(op, outcome));
+        }
+    }
+
     /// What must be there before a key can be.
     fn parent(key: &Key) -> Vec<Key> {
         match key {
             Key::Entry(set, _) => vec![Key::Set(*set)],
             Key::RealServer(vs, _) => vec![Key::VirtualServer(*vs)],
             Key::Address(_) => vec![Key::Link],
-            Key::Rules(family) => Set::all(*family).map(Key::Set).collect(),
+            Key::Rules(family, _) => Set::all(*family).map(Key::Set).collect(),
             Key::Set(_) | Key::Link | Key::VirtualServer(_) => Vec::new(),
         }
     }
@@ -101,6 +125,10 @@ impl MemoryKernel {
             })
         };
         let key = op.key();
+        if self.slow.contains(&key) {
+            self.started.push(op.clone());
+            return Outcome::Started;
+        }
         if let Some(kind) = self.refuse.get(&key) {
             return failed(*kind, "refused on demand");
         }
@@ -157,7 +185,19 @@ impl MemoryKernel {
 impl Dataplane for MemoryKernel {
     fn apply(&mut self, ops: &[Op]) -> Vec<Outcome> {
         self.log.extend_from_slice(ops);
-        ops.iter().map(|op| self.carry_out(op)).collect()
+        let mut outcomes = Vec::with_capacity(ops.len());
+        for op in ops {
+            outcomes.push(self.carry_out(op));
+            let exposed = if self.guarded {
+                self.exposed()
+            } else {
+                Vec::new()
+            };
+            if !exposed.is_empty() {
+                self.leaks.push((op.clone(), exposed));
+            }
+        }
+        outcomes
     }
 
     fn read_part(&mut self, wanted: &State, reading: &mut Reading) -> Result<bool, ReadError> {
@@ -170,17 +210,57 @@ impl Dataplane for MemoryKernel {
         let ours: BTreeSet<VirtualServerKey> =
             servers.filter(|vs| is_ours(vs, &reading.state)).collect();
         reading.state.retain(|key, value| match key {
-            Key::Rules(_) => wanted.get(key) == Some(value),
+            Key::Rules(..) => wanted.get(key) == Some(value),
             Key::VirtualServer(vs) | Key::RealServer(vs, _) => ours.contains(vs),
             _ => true,
         });
         Ok(true)
     }
 
+    fn finished(&mut self) -> Vec<Finished> {
+        std::mem::take(&mut self.finished)
+    }
+
+    fn read_rules(&mut self, key: Key, wanted: &Ruleset) {
+        let there = match self.state.get(&key) {
+            _ if self.unreadable.contains(&key) => Err(ReadError("unreadable".to_owned())),
+            Some(Value::Rules(rules)) if **rules == *wanted => Ok(self.state.get(&key).cloned()),
+            _ => Ok(None),
+        };
+        self.finished.push(Finished::Read(key, there));
+    }
+
+    fn glance(&mut self, servers: &[VirtualServerKey]) -> Result<Glance, ReadError> {
+        let mut glance = Glance::default();
+        for (key, value) in &self.state {
+            match key {
+                Key::Set(set) if *value == Value::Present => {
+                    glance.sets.entry(*set).or_default();
+                }
+                Key::Entry(set, _) => glance.sets.entry(*set).or_default().0 += 1,
+                _ => {}
+            }
+        }
+        for (set, (_, references)) in &mut glance.sets {
+            let rules = |table: &Table| self.state.contains_key(&Key::Rules(set.family, *table));
+            *references = u32::from(Table::ALL.iter().any(rules));
+        }
+        let there = |vs: &VirtualServerKey| self.state.contains_key(&Key::VirtualServer(*vs));
+        glance.missing = servers.iter().filter(|vs| !there(vs)).copied().collect();
+        Ok(glance)
+    }
+
     fn rule_differences(&mut self, wanted: &Ruleset) -> Result<Vec<String>, ReadError> {
-        match self.state.get(&Key::Rules(wanted.family)) {
-            Some(Value::Rules(rules)) if **rules == *wanted => Ok(Vec::new()),
-            _ => Ok(wanted.difference_lines(&Present::default())),
+        let tables = wanted.tables.iter();
+        let mut keys = tables.map(|rules| Key::Rules(wanted.family, rules.table));
+        let there = keys.all(|key| match self.state.get(&key) {
+            Some(Value::Rules(rules)) => rules.tables.iter().all(|t| wanted.tables.contains(t)),
+            _ => false,
+        });
+        if there {
+            Ok(Vec::new())
+        } else {
+            Ok(wanted.difference_lines(&Present::default()))
         }
     }
 

@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_iptables::Ruleset;
 
-use crate::state::{Key, State, Value};
+use crate::state::{Key, Set, State, Value};
 
 /// One change of the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,6 +54,28 @@ pub enum Outcome {
     Done,
     /// The kernel did not do it, or nobody knows.
     Failed(Failure),
+    /// It is done elsewhere, and may take long: [`Dataplane::finished`] tells what became of it.
+    Started,
+}
+
+/// What is told later than it was asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Finished {
+    /// What became of an op that was [`Outcome::Started`].
+    Op(Op, Outcome),
+    /// What the kernel holds at a [`Key::Rules`]: the rules that it was compared with, or `None` when its own differ.
+    Read(Key, Result<Option<Value>, ReadError>),
+    /// Rules of others come before ours in built-in chains where ours must come first; a line for each of these chains.
+    Misplaced(Key, Vec<String>),
+}
+
+/// What can be had of the kernel for almost nothing, to see whether others changed much.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Glance {
+    /// Our sets that are there: how many entries they have, and how many rules look into them.
+    pub sets: BTreeMap<Set, (u32, u32)>,
+    /// Of the virtual servers that were asked for, those that are not there.
+    pub missing: BTreeSet<VirtualServerKey>,
 }
 
 /// Why an op failed.
@@ -82,6 +104,8 @@ pub enum FailureKind {
     Busy,
     /// The kernel refuses it: try again, slowly; a person must act.
     Refused,
+    /// This node lacks what it takes, such as a module: others of its kind fail as well. Try again, slowly.
+    Node,
 }
 
 /// The kernel could not be read whole, so nothing may be concluded from what was read.
@@ -102,9 +126,23 @@ pub trait Dataplane {
     /// of one stops no other.
     fn apply(&mut self, ops: &[Op]) -> Vec<Outcome>;
 
+    /// What was [started](Outcome::Started) and has ended since the last call, and what keys hold that a
+    /// reading left [unread](Reading::unread). Never waits.
+    fn finished(&mut self) -> Vec<Finished>;
+
+    /// Reads the rules of one table anew and compares them; [`Dataplane::finished`] tells the result.
+    fn read_rules(&mut self, key: Key, wanted: &Ruleset);
+
+    /// Looks at what costs almost nothing to read, whatever the size of the table, and at these virtual servers.
+    ///
+    /// # Errors
+    /// If it could not be read.
+    fn glance(&mut self, servers: &[VirtualServerKey]) -> Result<Glance, ReadError>;
+
     /// Reads a part of what is ours, so that something else can be done between two parts; true
     /// when the reading is complete. `wanted` holds the rules to compare the kernel's with: a
-    /// [`Key::Rules`] is in the answer only if the kernel's rules equal it.
+    /// [`Key::Rules`] is in the answer only if the kernel's rules equal it. What can't be read now, or not at
+    /// once, is named as [unread](Reading::unread).
     ///
     /// # Errors
     /// If the part could not be read whole; the reading is of no use then.
@@ -116,14 +154,14 @@ pub trait Dataplane {
     /// If they could not be read.
     fn rule_differences(&mut self, wanted: &Ruleset) -> Result<Vec<String>, ReadError>;
 
-    /// Reads all that is ours at once.
+    /// Reads all that is ours at once, but for what can't be read now.
     ///
     /// # Errors
     /// As [`Dataplane::read_part`].
-    fn read(&mut self, wanted: &State) -> Result<State, ReadError> {
+    fn read(&mut self, wanted: &State) -> Result<Reading, ReadError> {
         let mut reading = Reading::default();
         while !self.read_part(wanted, &mut reading)? {}
-        Ok(reading.state)
+        Ok(reading)
     }
 
     /// Connections, established or not, of each real server of a virtual server; empty when the
@@ -147,13 +185,26 @@ pub trait Dataplane {
     fn forget_flows(&mut self, stale: &StaleFlows);
 }
 
-/// A reading of the kernel on its way.
-#[derive(Debug, Default)]
+/// A reading of the kernel, on its way or complete.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Reading {
     /// What was read so far.
     pub state: State,
     /// The virtual servers whose real servers have yet to be read; `None` before the first part.
     pub todo: Option<Vec<VirtualServerKey>>,
+    /// What nobody can tell yet, each a [`Key::Rules`]: [`Dataplane::finished`] does, or says why not.
+    pub unread: BTreeSet<Key>,
+}
+
+impl From<State> for Reading {
+    /// A complete reading that shows this.
+    fn from(state: State) -> Reading {
+        Reading {
+            state,
+            todo: Some(Vec::new()),
+            unread: BTreeSet::new(),
+        }
+    }
 }
 
 /// UDP flows to forget: a virtual server, and the real server that they went to; `None` for all

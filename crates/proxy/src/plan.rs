@@ -71,8 +71,9 @@ pub fn base(config: &Config) -> State {
     let mut state = State::new();
     for family in &config.families {
         state.extend(Set::all(*family).map(|set| (Key::Set(set), Value::Present)));
-        let rules = rules::rules(config, *family);
-        state.insert(Key::Rules(*family), Value::Rules(Box::new(rules)));
+        for (table, rules) in rules::by_table(config, *family) {
+            state.insert(Key::Rules(*family, table), Value::Rules(Box::new(rules)));
+        }
     }
     state.insert(Key::Link, Value::Present);
     state

@@ -27,7 +27,9 @@ use crate::state::{Key, Set, State, Value};
 
 mod claims;
 mod drains;
+mod failures;
 mod order;
+mod pending;
 mod reading;
 mod servers;
 
@@ -36,17 +38,24 @@ pub use drains::{DrainNews, DrainStep};
 
 use claims::{Planned, Record};
 use drains::{Drains, is_udp};
+use failures::Failures;
 use order::{Phase, phase, quiesces};
+use pending::Pending;
 use servers::RealServers;
 
-/// The most ops of a round, but for a single Service that has more.
-const ROUND: usize = 1024;
+/// The most that a round costs; most ops cost 1 ([`Planner::cost`]).
+const ROUND: usize = 512;
+/// A virtual server with so many real servers makes each that is added cost 1 more: the kernel looks through them all.
+const CROWD: usize = 500;
+/// A Service with more virtual servers and real servers than this is planned when no other has to be, and then not again for
+/// [`REST`].
+const LARGE: usize = 10_000;
+const REST: Duration = Duration::from_secs(1);
+/// How many virtual servers and real servers are planned before ops are given out for them.
+const PLANNED_AT_ONCE: usize = 50_000;
 /// How long after its weight went to 0, and how often from then on, a draining real server is
 /// asked for its connections.
 const POLL: Duration = Duration::from_secs(3);
-/// The first pause after a failure, doubled each time up to [`LONGEST_PAUSE`].
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// How many more readings there may be until two agree.
 const READINGS: usize = 5;
 
@@ -71,15 +80,22 @@ pub struct Planner {
     cluster: Cluster,
     base: State,
     dirty: BTreeSet<ObjectName>,
+    /// Of the dirty ones, those that are [large](LARGE).
+    large: BTreeSet<ObjectName>,
+    /// When large ones were planned last.
+    planned: BTreeMap<ObjectName, Instant>,
     ids: BTreeMap<ObjectName, ServiceId>,
     plans: BTreeMap<ServiceId, Planned>,
     next_id: ServiceId,
     /// All but real servers.
     records: BTreeMap<Key, Record>,
+    /// How many entries the kernel's sets hold.
+    entries: BTreeMap<Set, u32>,
+    /// The last virtual server that [`Planner::sample`] named.
+    sampled: Option<Key>,
     real_servers: RealServers,
-    pending: BTreeMap<Key, Group>,
-    groups: BTreeMap<Group, BTreeSet<Key>>,
-    failures: BTreeMap<Key, Pause>,
+    pending: Pending,
+    failures: Failures,
     drains: Drains,
     /// Deadlines of drains that an earlier process began, until they are found in the kernel.
     remembered: BTreeMap<(VirtualServerKey, RealServerKey), Instant>,
@@ -96,6 +112,10 @@ pub struct Planner {
     conflicts: BTreeSet<Conflict>,
     /// By virtual server: the Service that had it and the one that has it now.
     takeovers: BTreeMap<VirtualServerKey, (ObjectName, ObjectName)>,
+    /// Keys whose op was given out and has not ended.
+    started: BTreeSet<Key>,
+    /// Rules that could not be read, so that they get no op; whether they are being read.
+    unread: BTreeMap<Key, bool>,
     /// What ops touched since a reading began.
     touched: Option<BTreeSet<Key>>,
     doubt: bool,
@@ -113,14 +133,17 @@ impl Planner {
             links_awaited: false,
             cluster: Cluster::default(),
             dirty: BTreeSet::new(),
+            large: BTreeSet::new(),
+            planned: BTreeMap::new(),
             ids: BTreeMap::new(),
             plans: BTreeMap::new(),
             next_id: 0,
             records: BTreeMap::new(),
+            entries: BTreeMap::new(),
+            sampled: None,
             real_servers: RealServers::default(),
-            pending: BTreeMap::new(),
-            groups: BTreeMap::new(),
-            failures: BTreeMap::new(),
+            pending: Pending::default(),
+            failures: Failures::default(),
             drains: Drains::default(),
             remembered: BTreeMap::new(),
             drain_changes: 0,
@@ -130,6 +153,8 @@ impl Planner {
             held: BTreeSet::new(),
             conflicts: BTreeSet::new(),
             takeovers: BTreeMap::new(),
+            started: BTreeSet::new(),
+            unread: BTreeMap::new(),
             touched: None,
             doubt: false,
             base: State::new(),
@@ -150,8 +175,7 @@ impl Planner {
             ..Config::default()
         });
         planner.base.clear();
-        planner.pending.clear();
-        planner.groups.clear();
+        planner.pending = Pending::default();
         planner
     }
 
@@ -214,8 +238,9 @@ impl Planner {
         }
         config.cluster_cidrs = networks;
         self.base = plan::base(&self.config);
-        for family in self.config.families.clone() {
-            self.mark(Key::Rules(family), BASE);
+        let keys = self.base.keys().filter(|key| matches!(key, Key::Rules(..)));
+        for key in keys.copied().collect::<Vec<_>>() {
+            self.mark(key, BASE);
         }
     }
 
@@ -258,39 +283,114 @@ impl Planner {
 
     /// The next round of ops, empty when there is nothing to do now. Each op given out must be
     /// reported with [`Planner::commit`] before the next call.
+    ///
+    /// A round is bounded, however much one Service needs: news can be taken in between two rounds, and goes first.
     pub fn next(&mut self, now: Instant) -> Vec<Op> {
-        self.replan();
         self.wake(now);
-        let mut round: Vec<(Phase, Group, Op)> = Vec::new();
-        let mut settled = Vec::new();
-        for (group, keys) in &self.groups {
-            let mut ops: Vec<(Phase, Op)> = Vec::new();
-            for key in keys {
-                match self.op(key) {
-                    Some(op) => ops.push((phase(&op), op)),
-                    None => settled.push(*key),
-                }
+        loop {
+            let more = self.replan_some(now);
+            let round = self.round(now);
+            if !round.is_empty() || !more {
+                return round;
             }
-            ops.retain(|(_, op)| self.may(op));
-            let Some(first) = ops.iter().map(|(phase, _)| *phase).min() else {
-                continue;
-            };
-            round.extend(
-                ops.into_iter()
-                    .filter(|(phase, _)| *phase == first)
-                    .map(|(phase, op)| (phase, *group, op)),
-            );
-            // The base and the API server's own Service are rounds of their own.
-            if *group <= API_SERVER || round.len() >= ROUND {
+        }
+    }
+
+    fn round(&mut self, now: Instant) -> Vec<Op> {
+        let mut round: Vec<(Phase, Group, Op)> = Vec::new();
+        let mut left = ROUND;
+        // The base and the API server's own Service are rounds of their own.
+        for group in [BASE, API_SERVER] {
+            round.extend(self.ops_of(group, &mut left, now));
+            if !round.is_empty() {
                 break;
             }
         }
-        for key in settled {
-            self.unmark(&key);
-            self.settle(key, now);
+        while round.is_empty() {
+            let groups = self.pending.next_groups(ROUND);
+            if groups.is_empty() {
+                break;
+            }
+            for group in groups {
+                let before = round.len();
+                round.extend(self.ops_of(group, &mut left, now));
+                if round.len() > before {
+                    self.pending.worked(group);
+                } else if left > 0 {
+                    self.pending.stuck(group);
+                }
+                if left == 0 {
+                    break;
+                }
+            }
         }
         round.sort_by_key(|(phase, group, op)| (*phase, quiesces(op), *group, op.key()));
         round.into_iter().map(|(_, _, op)| op).collect()
+    }
+
+    /// The ops of a group's first phase that has any, as far as they may cost.
+    fn ops_of(&mut self, group: Group, left: &mut usize, now: Instant) -> Vec<(Phase, Group, Op)> {
+        loop {
+            let (mut settled, mut moved, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
+            let mut ops: Vec<(Phase, Group, Op)> = Vec::new();
+            let mut cost = 0;
+            let mut added = BTreeSet::new();
+            for (at, key) in self.pending.of(group) {
+                if ops.first().is_some_and(|(first, ..)| *first < at) {
+                    break;
+                }
+                let Some(op) = self.op(&key) else {
+                    settled.push(key);
+                    continue;
+                };
+                let phase = phase(&op);
+                if phase != at {
+                    moved.push((key, phase));
+                    continue;
+                }
+                if let Op::Add(Key::RealServer(vs, _), _) = &op
+                    && !added.contains(vs)
+                    && self.applied(&Key::VirtualServer(*vs)).is_none()
+                {
+                    // Its virtual server marks it when it is there.
+                    waiting.push(key);
+                    continue;
+                }
+                if !self.may(&op) {
+                    continue;
+                }
+                cost += self.cost(&op);
+                if cost > *left && !ops.is_empty() {
+                    break;
+                }
+                if let Op::Add(Key::VirtualServer(vs), _) = op {
+                    added.insert(vs);
+                }
+                ops.push((phase, group, op));
+            }
+            for key in settled {
+                self.pending.unmark(&key);
+                self.settle(key, now);
+            }
+            for key in waiting {
+                self.pending.unmark(&key);
+            }
+            if moved.is_empty() {
+                *left = left.saturating_sub(cost);
+                return ops;
+            }
+            for (key, phase) in moved {
+                self.pending.mark(key, group, phase);
+            }
+        }
+    }
+
+    /// What an op costs, 1 for most.
+    fn cost(&self, op: &Op) -> usize {
+        match op {
+            Op::Add(Key::RealServer(vs, _), _) => 1 + self.real_servers.count(vs) / CROWD,
+            _ => 1,
+        }
     }
 
     /// Takes in what became of the ops of a round.
@@ -300,10 +400,14 @@ impl Planner {
             if let Some(touched) = &mut self.touched {
                 touched.insert(key);
             }
-            let group = self.unmark(&key).unwrap_or(UNCLAIMED);
+            let group = self.pending.unmark(&key).unwrap_or(UNCLAIMED);
+            self.started.remove(&key);
             match outcome {
+                Outcome::Started => {
+                    self.started.insert(key);
+                }
                 Outcome::Done => {
-                    self.failures.remove(&key);
+                    self.retry_after(&key);
                     if let Op::Add(key, _) = &op {
                         self.note_reached(key);
                     }
@@ -317,26 +421,18 @@ impl Planner {
                         Op::Remove(_) => self.forget(key),
                     }
                     self.check(key, group, now);
+                    if let Key::VirtualServer(vs) = key {
+                        self.mark_real_servers(vs);
+                    }
                 }
                 // It failed because its virtual server did: it waits for that.
-                Outcome::Failed(_) if self.is_orphan(&op) => self.mark(key, group),
+                Outcome::Failed(_) if self.is_orphan(&op) => {}
                 Outcome::Failed(failure) => {
                     self.doubt |= matches!(failure.kind, FailureKind::Drift | FailureKind::Unknown);
-                    let failed = self.failures.get(&key);
-                    let since = failed.map_or(now, |pause| pause.since);
-                    let attempts = failed.map_or(0, |pause| pause.attempts);
-                    let pause = FIRST_PAUSE * 2_u32.saturating_pow(attempts.min(6));
-                    self.failures.insert(
-                        key,
-                        Pause {
-                            since,
-                            attempts: attempts + 1,
-                            until: now + pause.min(LONGEST_PAUSE),
-                            group,
-                        },
-                    );
+                    self.failures.note(key, group, now);
                 }
             }
+            self.pending.moved();
         }
         self.look_at_reached();
     }
@@ -345,23 +441,21 @@ impl Planner {
     /// news.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
-        let paused = self
-            .failures
-            .iter()
-            .filter(|(key, _)| !self.pending.contains_key(key));
-        let retries = paused.map(|(_, pause)| pause.until);
-        retries.chain(self.drains.next()).min()
+        let retries = self.failures.next_end().into_iter();
+        let plans = self.large.iter().filter_map(|name| self.planned.get(name));
+        let plans = plans.map(|at| *at + REST);
+        retries.chain(plans).chain(self.drains.next()).min()
     }
 
     /// The keys whose ops fail, and since when.
     pub fn failing(&self) -> impl Iterator<Item = (&Key, Instant)> {
-        self.failures.iter().map(|(key, pause)| (key, pause.since))
+        self.failures.iter()
     }
 
     /// Since when the op of a key fails, if it does.
     #[must_use]
     pub fn failing_since(&self, key: &Key) -> Option<Instant> {
-        self.failures.get(key).map(|pause| pause.since)
+        self.failures.since(key)
     }
 
     /// What the kernel should hold for the objects as they are now, drains aside.
@@ -424,6 +518,11 @@ impl Planner {
     }
 
     fn set_applied(&mut self, key: Key, value: Option<Value>) {
+        if let Key::Entry(set, _) = key {
+            let held = u32::from(self.applied(&key).is_some());
+            let entries = self.entries.entry(set).or_default();
+            *entries = entries.saturating_sub(held) + u32::from(value.is_some());
+        }
         match (key, value) {
             (Key::RealServer(vs, rs), value) => self.real_servers.set(vs, rs, value),
             (key, Some(value)) => self.records.entry(key).or_default().applied = Some(value),
@@ -446,6 +545,9 @@ impl Planner {
 
     /// The op that a key needs, if any.
     fn op(&self, key: &Key) -> Option<Op> {
+        if self.started.contains(key) || self.unread.contains_key(key) {
+            return None;
+        }
         match (self.applied(key), self.wanted(key)) {
             (None, Some(value)) => Some(Op::Add(*key, value)),
             (Some(applied), Some(value)) if *applied != value => Some(Op::Update(*key, value)),
@@ -455,36 +557,58 @@ impl Planner {
     }
 
     fn mark(&mut self, key: Key, group: Group) {
-        let group = match self.pending.get(&key) {
-            Some(known) if *known <= group => return,
-            Some(known) => {
-                if let Some(keys) = self.groups.get_mut(known) {
-                    keys.remove(&key);
-                }
-                group
-            }
-            None => group,
-        };
-        self.pending.insert(key, group);
-        self.groups.entry(group).or_default().insert(key);
+        // One that needs nothing is found at once, and settled.
+        let phase = self.op(&key).map_or(Phase::Sets, |op| phase(&op));
+        self.pending.mark(key, group, phase);
     }
 
-    fn unmark(&mut self, key: &Key) -> Option<Group> {
-        let group = self.pending.remove(key)?;
-        if let Some(keys) = self.groups.get_mut(&group) {
-            keys.remove(key);
-            if keys.is_empty() {
-                self.groups.remove(&group);
+    /// A virtual server came: its real servers, which [waited](Planner::ops_of) for it, go on.
+    fn mark_real_servers(&mut self, vs: VirtualServerKey) {
+        let owner = self.records.get(&Key::VirtualServer(vs));
+        let owner = owner.and_then(|record| record.claims.first);
+        let group = owner.map_or(UNCLAIMED, |id| self.group(id));
+        for key in self.real_servers_of(vs) {
+            if !self.pending.contains(&key)
+                && !self.failures.contains(&key)
+                && self.op(&key).is_some()
+            {
+                self.mark(key, group);
             }
         }
-        Some(group)
+    }
+
+    /// A key is as it should be again, or for the first time: what failed for the lack of it is tried at once.
+    fn retry_after(&mut self, key: &Key) {
+        self.failures.remove(key);
+        let (low, high) = match *key {
+            Key::Link => (
+                Key::Address(IpAddr::from([0; 4])),
+                Key::Address(IpAddr::from([u8::MAX; 16])),
+            ),
+            Key::VirtualServer(vs) => real_servers(vs),
+            Key::Set(set) => {
+                let entry = |key: &Key| matches!(key, Key::Entry(of, _) if *of == set);
+                let failing = self.failures.iter().map(|(key, _)| *key);
+                let failing: Vec<Key> = failing.filter(entry).collect();
+                return self.retry(failing);
+            }
+            Key::Rules(..) | Key::Entry(..) | Key::RealServer(..) | Key::Address(_) => return,
+        };
+        self.retry(self.failures.between(low, high));
+    }
+
+    fn retry(&mut self, failing: Vec<Key>) {
+        for key in failing {
+            let group = self.failures.remove(&key).unwrap_or(UNCLAIMED);
+            self.mark(key, group);
+        }
     }
 
     /// Marks a key if it needs an op, and tidies up after it if not. One that pauses after a
     /// failure goes on pausing: reading the kernel again is no reason to try again.
     fn check(&mut self, key: Key, group: Group, now: Instant) {
         if self.op(&key).is_some() {
-            if !self.failures.contains_key(&key) {
+            if !self.failures.contains(&key) {
                 self.mark(key, group);
             }
         } else {
@@ -494,7 +618,8 @@ impl Planner {
 
     /// A key is as it should be: note a drain that has begun, forget one that has ended.
     fn settle(&mut self, key: Key, now: Instant) {
-        if self.op(&key).is_some() {
+        if self.op(&key).is_some() || self.started.contains(&key) || self.unread.contains_key(&key)
+        {
             return;
         }
         if let Key::RealServer(vs, rs) = key {
@@ -540,7 +665,7 @@ impl Planner {
                 self.end_drain(vs, rs, false);
             }
             if self.op(&child).is_none() {
-                self.unmark(&child);
+                self.pending.unmark(&child);
                 self.failures.remove(&child);
             }
         }
@@ -552,9 +677,10 @@ impl Planner {
         let entry = |key: &Key| matches!(key, Key::Entry(of, _) if *of == set);
         let entries = self.records.keys().filter(|key| entry(key)).copied();
         let mut gone: Vec<(Key, Group)> = entries.map(|key| (key, UNCLAIMED)).collect();
-        gone.push((Key::Rules(set.family), BASE));
+        let rules = |key: &&Key| matches!(key, Key::Rules(family, _) if *family == set.family);
+        gone.extend(self.base.keys().filter(rules).map(|key| (*key, BASE)));
         for (key, group) in gone {
-            self.records.entry(key).or_default().applied = None;
+            self.set_applied(key, None);
             self.check(key, group, now);
         }
     }
@@ -564,25 +690,10 @@ impl Planner {
         for key in self.drains.cut(now) {
             self.mark(key, UNCLAIMED);
         }
-        let over: Vec<(Key, Group)> = self
-            .failures
-            .iter()
-            .filter(|(_, pause)| pause.until <= now)
-            .map(|(key, pause)| (*key, pause.group))
-            .collect();
-        for (key, group) in over {
+        for (key, group) in self.failures.woken(now) {
             self.mark(key, group);
         }
     }
-}
-
-#[derive(Debug)]
-struct Pause {
-    /// When it failed first.
-    since: Instant,
-    attempts: u32,
-    until: Instant,
-    group: Group,
 }
 
 /// The keys that virtual servers on an address can have.

@@ -24,6 +24,16 @@ pub fn rules(config: &Config, family: Family) -> Ruleset {
     }
 }
 
+/// The rules of a family in each table apart, with the table.
+pub fn by_table(config: &Config, family: Family) -> impl Iterator<Item = (Table, Ruleset)> + use<> {
+    let tables = rules(config, family).tables.into_iter();
+    tables.map(move |rules| {
+        let table = rules.table;
+        let tables = vec![rules];
+        (table, Ruleset { family, tables })
+    })
+}
+
 fn nat(config: &Config, family: Family) -> TableRules {
     let mark = mark(config);
     let (loop_back, cluster_ip) = (
@@ -175,8 +185,13 @@ fn filter(config: &Config, family: Family) -> TableRules {
                     "-m comment --comment \"kubernetes ipvs access filter\" -m conntrack \
                      --ctstate NEW {vips} dst -j KUBE-IPVS-FILTER"
                 ),
+                first: true,
             },
-            jump("FORWARD", "kubernetes forwarding rules", "KUBE-FORWARD"),
+            // It only accepts, and those who refuse what is forwarded (network policies) must come first.
+            Jump {
+                first: false,
+                ..jump("FORWARD", "kubernetes forwarding rules", "KUBE-FORWARD")
+            },
         ],
     }
 }
@@ -204,5 +219,6 @@ fn jump(from: &str, comment: &str, to: &str) -> Jump {
     Jump {
         from: from.to_owned(),
         rule: format!("-m comment --comment \"{comment}\" -j {to}"),
+        first: true,
     }
 }

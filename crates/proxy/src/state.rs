@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ipset_rs::{Entry, SetName, SetType};
 use ipvs_netlink::{Forwarding, RealServer, RealServerKey, VirtualServer, VirtualServerKey};
-use ipvs_proxy_iptables::Ruleset;
+use ipvs_proxy_iptables::{Ruleset, Table};
 use ipvs_proxy_netlink::Family;
 
 /// The dummy link that holds the VIPs.
@@ -255,8 +255,8 @@ impl Set {
 pub enum Key {
     /// A set of ours.
     Set(Set),
-    /// The constant iptables rules of a family.
-    Rules(Family),
+    /// The constant iptables rules of a family in one table.
+    Rules(Family, Table),
     /// The dummy link.
     Link,
     /// A member of a set of ours.
@@ -274,8 +274,8 @@ impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Key::Set(set) => write!(f, "set {}", set.name()),
-            Key::Rules(Family::V4) => f.write_str("iptables rules"),
-            Key::Rules(Family::V6) => f.write_str("ip6tables rules"),
+            Key::Rules(Family::V4, table) => write!(f, "iptables rules in table {table}"),
+            Key::Rules(Family::V6, table) => write!(f, "ip6tables rules in table {table}"),
             Key::Link => write!(f, "link {LINK}"),
             Key::Entry(set, entry) => write!(f, "entry {entry} of set {}", set.name()),
             Key::VirtualServer(vs) => write!(f, "virtual server {vs}"),
@@ -292,7 +292,9 @@ pub enum Value {
     Present,
     /// A set of our name that other hands made with another type. Its entries don't count.
     OddSet,
-    /// The rules of a family.
+    /// A link of our name that other hands made of another kind. Its addresses don't count.
+    OddLink,
+    /// The rules of a family in one table.
     Rules(Box<Ruleset>),
     /// The virtual server.
     VirtualServer(Arc<VirtualServer>),

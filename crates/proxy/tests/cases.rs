@@ -1400,7 +1400,7 @@ fn extra() -> Vec<Row> {
                 ops.iter().position(|op| op.starts_with("add virtual server")).unwrap();
             let last = |of: &dyn Fn(&String) -> bool| ops.iter().rposition(of).unwrap();
             assert!(last(&|op| op.starts_with("add set ")) < first_server);
-            assert!(last(&|op| op.ends_with("tables rules")) < first_server);
+            assert!(last(&|op| op.contains("tables rules in table ")) < first_server);
             // All that masquerades, too; only what lets packets in comes after.
             let entry =
                 |op: &String| op.starts_with("add entry") && !op.ends_with("KUBE-IPVS-SERVING");
@@ -1413,11 +1413,11 @@ fn extra() -> Vec<Row> {
         row("E25", "the rules can't be written: what serves goes on, a new try within seconds",
             Runs(|| {
             let mut w = served();
-            let rules = Key::Rules(V4);
+            let rules = Key::Rules(V4, Table::Filter);
             w.kernel.state.remove(&rules).unwrap();
             w.kernel.refuse.insert(rules, FailureKind::Refused);
             w.resync(true);
-            assert_eq!(w.ops(), ["add iptables rules"]);
+            assert_eq!(w.ops(), ["add iptables rules in table filter"]);
             w.put(slice("svc1").tcp(80).endpoint("10.180.0.1").endpoint("10.180.0.2"));
             assert_eq!(
                 w.ops(),
@@ -1425,7 +1425,7 @@ fn extra() -> Vec<Row> {
             );
             w.kernel.refuse.clear();
             w.pass(Duration::from_secs(3));
-            assert_eq!(w.ops(), ["add iptables rules"]);
+            assert_eq!(w.ops(), ["add iptables rules in table filter"]);
             w.holds(&["10.20.30.41:80/tcp -> 10.180.0.1:80, 10.180.0.2:80", VIP[0], VIP[1]]);
         })),
         row("E26", "nothing listed yet at start: the kernel stays as it is", Runs(|| {
@@ -1531,7 +1531,10 @@ fn pods_are_told_by_the_networks_of_the_node_as_these_come() {
     w.ops();
     w.put(pod_cidrs(&["10.180.0.0/24", "fd00:180::/64"]));
     assert!(!w.planner.awaits_pod_cidrs());
-    let rules = ["update iptables rules", "update ip6tables rules"];
+    let rules = [
+        "update iptables rules in table nat",
+        "update ip6tables rules in table nat",
+    ];
     assert_eq!(w.ops(), rules, "nothing but the rules");
     let by_both = [
         "! -s 10.180.0.0/24 KUBE-CLUSTER-IP dst,dst",
@@ -1548,14 +1551,14 @@ fn pods_are_told_by_the_networks_of_the_node_as_these_come() {
     assert_eq!(w.ops(), NOTHING);
     // Others: only the rules of the family that they change.
     w.put(pod_cidrs(&["10.180.7.0/24", "fd00:180::/64"]));
-    assert_eq!(w.ops(), ["update iptables rules"]);
+    assert_eq!(w.ops(), ["update iptables rules in table nat"]);
     assert_eq!(
         masqueraded(&mut w)[0],
         "! -s 10.180.7.0/24 KUBE-CLUSTER-IP dst,dst"
     );
     // One family is left without.
     w.put(pod_cidrs(&["10.180.7.0/24"]));
-    assert_eq!(w.ops(), ["update ip6tables rules"]);
+    assert_eq!(w.ops(), ["update ip6tables rules in table nat"]);
     assert_eq!(masqueraded(&mut w)[1], NOBODY_KNOWN[1]);
 }
 
@@ -1580,7 +1583,11 @@ fn rules_that_cannot_be_changed_hold_up_no_service() {
         ..Config::default()
     });
     w.settle();
-    w.kernel.refuse.insert(Key::Rules(V4), FailureKind::Busy);
+    for table in [Table::Nat, Table::Filter] {
+        w.kernel
+            .refuse
+            .insert(Key::Rules(V4, table), FailureKind::Busy);
+    }
     w.put(pod_cidrs(&["10.180.0.0/24"]));
     w.put(service("svc1").cluster_ip("10.20.30.41").tcp(80));
     w.put(slice("svc1").tcp(80).endpoint("10.180.0.1"));

@@ -83,17 +83,14 @@ fn settled(services: u32) -> (Planner, MemoryKernel) {
 }
 
 fn settle(planner: &mut Planner, kernel: &mut MemoryKernel) -> usize {
-    let now = Instant::now();
     let mut count = 0;
     loop {
-        let ops = planner.next(now);
-        if ops.is_empty() {
+        let step = planner.step(kernel, &Instant::now);
+        count += step.ops.len();
+        kernel.log.clear();
+        if step.rests {
             return count;
         }
-        count += ops.len();
-        let outcomes = kernel.apply(&ops);
-        planner.commit(ops.into_iter().zip(outcomes), now);
-        kernel.log.clear();
     }
 }
 

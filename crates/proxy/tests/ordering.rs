@@ -666,7 +666,7 @@ fn row_21_tables_emptied_between_two_unrelated_events() {
         ],
     );
     // `ipvsadm -C`: the next op, of whatever, finds its virtual server gone. All of them are
-    // back at once, and the op that failed is tried again after its pause.
+    // back at once, and the op that failed is tried again as soon as its virtual server is.
     let mut world = World::of(three());
     world.guarded = false;
     world.kernel.state.retain(|key, _| !is_server(key));
@@ -679,21 +679,12 @@ fn row_21_tables_emptied_between_two_unrelated_events() {
             .filter(|key| !world.kernel.state.contains_key(key))
             .collect::<Vec<_>>()
     };
-    assert_eq!(
-        missing(&world),
-        [Key::RealServer(
-            vs("10.96.0.1:80", TCP),
-            rs("10.244.1.7:8080")
-        )]
-    );
-    world.later(SECOND);
     assert_eq!(missing(&world), []);
-    assert_eq!(world.failed, 1);
     world.at_rest();
     // Sets and rules: the event itself succeeds, and the audit finds them.
     let emptied: [fn(&Key) -> bool; 2] = [
         |key| matches!(key, Key::Entry(..)),
-        |key| matches!(key, Key::Rules(_)),
+        |key| matches!(key, Key::Rules(..)),
     ];
     for emptied in emptied {
         let mut world = World::of(three());
@@ -739,11 +730,11 @@ fn row_21_what_goes_while_the_kernel_is_read_comes_back_with_what_it_rests_on() 
             .retain(|key, _| is_ground(key) != Some(false));
         world.planner.begin_reading();
         let first = world.kernel.state.clone();
-        let drift = world.planner.differing(&first);
+        let drift = world.planner.differing(&first.clone().into());
         world.kernel.state.retain(|key, _| is_ground(key).is_none());
         let lost = before - world.kernel.state.len();
         let second = world.kernel.state.clone();
-        let drift = world.planner.differing_again(drift, &second);
+        let drift = world.planner.differing_again(drift, &second.clone().into());
         world.planner.adopt(&drift, &second, world.now);
         let written = world.settle().len();
         assert_eq!(written, drift.len());
@@ -907,5 +898,5 @@ fn row_25_a_large_service_rolls_for_a_minute() {
     assert_eq!(world.failed, 0);
     world.at_rest();
     let read = world.kernel.read(&world.wanted()).unwrap();
-    same(&read, &world.wanted());
+    same(&read.state, &world.wanted());
 }

@@ -233,17 +233,12 @@ impl World {
         if !self.adopted {
             return true;
         }
-        for server in self.planner.drains_due(self.now) {
-            let connections = self.kernel.connections(server).unwrap();
-            self.planner.observe(server, &connections, self.now);
-        }
-        let ops = self.planner.next(self.now);
-        let mut results = Vec::new();
-        for op in &ops {
-            // One op at a time, so that the guard is looked at between all of them.
-            let outcome = self.kernel.apply(std::slice::from_ref(op)).remove(0);
-            assert_eq!(self.kernel.exposed(), [], "after {op:?}");
-            if let Outcome::Failed(failure) = &outcome {
+        self.kernel.guarded = true;
+        let now = self.now;
+        let step = self.planner.step(&mut self.kernel, &|| now);
+        assert_eq!(self.kernel.leaks, []);
+        for (op, outcome) in &step.ops {
+            if let Outcome::Failed(failure) = outcome {
                 let refused = self.kernel.refuse.contains_key(&op.key());
                 let orphan = matches!(op.key(), Key::RealServer(vs, _)
                     if !self.kernel.state.contains_key(&Key::VirtualServer(vs)));
@@ -251,10 +246,8 @@ impl World {
                 let lost = failure.text == "no answer" || self.misread;
                 assert!(refused || orphan || lost, "{op:?} failed: {failure}");
             }
-            results.push((op.clone(), outcome));
         }
-        self.planner.commit(results, self.now);
-        !ops.is_empty() || self.planner.in_doubt()
+        !step.rests || self.planner.in_doubt()
     }
 
     fn settle(&mut self) {
@@ -289,7 +282,7 @@ impl World {
         let read = self.kernel.read(self.planner.base()).unwrap();
         let drift = self.planner.differing(&read);
         assert!(self.misread || drift.is_empty(), "{drift:?}");
-        self.planner.adopt(&drift, &read, self.now);
+        self.planner.adopt(&drift, &read.state, self.now);
     }
 
     /// The plan from scratch.

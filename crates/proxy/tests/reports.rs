@@ -260,7 +260,7 @@ mod a {
         let (tcp, udp) = (vs("10.96.0.10:53", TCP), vs("10.96.0.10:53", UDP));
         world.connect(tcp, "10.244.1.5:53", 1);
         world.connect(udp, "10.244.1.5:53", 1);
-        world.planner.take_stale_flows();
+        world.kernel.forgotten.clear();
         let ops = world.ipvs([put_slice(
             "dns-1",
             slice("dns", &ports, &[ready("10.244.2.5")]),
@@ -273,7 +273,7 @@ mod a {
             ]
         );
         // Its flows go with it, and only its flows.
-        let stale = world.planner.take_stale_flows();
+        let stale = std::mem::take(&mut world.kernel.forgotten);
         assert_eq!(
             stale.into_iter().collect::<Vec<_>>(),
             [(udp, Some(rs("10.244.1.5:53")))]
@@ -1697,7 +1697,7 @@ mod e {
         // Rules and sets are before all.
         let rules = ops
             .iter()
-            .rposition(|op| matches!(op.key(), Key::Rules(_) | Key::Set(_)))
+            .rposition(|op| matches!(op.key(), Key::Rules(..) | Key::Set(_)))
             .unwrap();
         let first = ops
             .iter()

@@ -201,13 +201,19 @@ impl Health {
             (format!("a change waits for {waits_s} s"), m.wall)
         });
         add("programming", &asked[..1], waits, started);
-        let base = late(self.base_failing).map(|m| {
+        // A node that lacks these is not ready at once; it is unhealthy when that lasts.
+        let health_and_readiness = [Question::Health, Question::Readiness];
+        let lasts = |since: Option<Moment>| match late(since) {
+            Some(_) => &health_and_readiness[..],
+            None => &health_and_readiness[1..],
+        };
+        let base = self.base_failing.map(|m| {
             (
-                "sets, rules or the link can't be written".to_owned(),
+                "sets, rules or the link can't be read or written".to_owned(),
                 m.wall,
             )
         });
-        add("base", &asked[..1], base, started);
+        add("base", lasts(self.base_failing), base, started);
         let ineligible = self.ineligible.map(|(why, since)| (why.to_owned(), since));
         add("node", &asked[..1], ineligible, started);
         let waiting = "not all is listed and in force yet".to_owned();
@@ -218,8 +224,9 @@ impl Health {
             not_ready,
             self.in_force.unwrap_or(started),
         );
+        let since = self.unread.as_ref().map(|(since, _)| *since);
         let unread = self.unread.clone().map(|(moment, why)| (why, moment.wall));
-        add("kernel-read", &[], unread, started);
+        add("kernel-read", lasts(since), unread, started);
         let failing = self
             .failing
             .map(|(number, since)| (format!("{number} can't be written"), since.wall));

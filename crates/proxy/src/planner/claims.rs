@@ -3,10 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
+use std::time::Instant;
 
 use ipvs_netlink::VirtualServerKey;
 
-use super::{API_SERVER, FIRST_OTHER, Group, Planner, ServiceId, UNCLAIMED, real_servers};
+use super::{
+    API_SERVER, FIRST_OTHER, Group, LARGE, PLANNED_AT_ONCE, Planner, REST, ServiceId, UNCLAIMED,
+    real_servers,
+};
 use crate::model::{ObjectName, Service};
 use crate::plan;
 use crate::state::{Key, Role, Value, owned_by, owning_entries, served_by, serving_entry};
@@ -161,6 +165,15 @@ fn decides(key: &Key) -> Key {
     }
 }
 
+/// The key whose claims may be others when a Service's plan gained or lost this one; `None` when that only follows them.
+fn claimed_anew(key: &Key) -> Option<Key> {
+    match key {
+        Key::RealServer(..) => None,
+        Key::Entry(set, entry) if served_by(*set, entry).is_some() => None,
+        key => Some(decides(key)),
+    }
+}
+
 pub(super) struct Touched {
     pub(super) key: Key,
     pub(super) old: bool,
@@ -210,14 +223,12 @@ impl Planner {
     /// The conflicts that came up since the last call: virtual servers that a Service claims and
     /// another has, or had until now.
     pub fn take_conflicts(&mut self) -> BTreeSet<Conflict> {
-        self.replan();
         std::mem::take(&mut self.conflicts)
     }
 
     /// The virtual servers that went from one Service to another since the last call, because the
     /// first does not claim them any more.
     pub fn take_takeovers(&mut self) -> Vec<Takeover> {
-        self.replan();
         let takeovers = std::mem::take(&mut self.takeovers).into_iter();
         let takeovers = takeovers.map(|(key, (from, to))| Takeover { key, from, to });
         // It may have gone on, or back.
@@ -236,107 +247,180 @@ impl Planner {
 
     /// Plans every dirty Service and marks what differs from its last plan.
     pub(super) fn replan(&mut self) {
-        for name in std::mem::take(&mut self.dirty) {
-            let mut service = self.cluster.get(&name);
-            let waiting = service
-                .filter(|s| self.links_awaited && s.is_external())
-                .map(Service::without_external);
-            service = waiting.as_ref().or(service);
-            let items = service.map_or_else(Vec::new, |service| {
-                plan::plan(
-                    service,
-                    self.cluster.slices_of(&name),
-                    &self.node,
-                    &self.config,
-                )
-            });
-            let rank = service
-                .map(|s| (s.created.is_none(), s.created.unwrap_or(0), s.uid.clone()))
-                .unwrap_or_default();
-            let gone = service.is_none();
-            let id = match self.ids.get(&name) {
-                Some(id) => *id,
-                None if gone => continue,
-                None => self.new_id(&name),
-            };
-            let old = self.plans.get(&id).into_iter().flat_map(Planned::items);
-            let touched = differing(old, items.iter().map(|(key, value)| (key, value)));
-            let rerank = self
-                .plans
-                .get(&id)
-                .is_some_and(|planned| planned.rank != rank);
-            let mut marks: BTreeSet<Key> = touched.iter().map(|t| t.key).collect();
-            let old = self.plans.get(&id);
-            let had = |key: &Key| old.is_some_and(|planned| planned.get(key).is_some());
-            let has = |key: &Key| items.binary_search_by(|(new, _)| new.cmp(key)).is_ok();
-            let came_or_went = || touched.iter().filter(|t| t.came() || t.went());
-            let mut anew: BTreeSet<Key> = came_or_went().map(|t| t.key).collect();
-            if rerank {
-                anew.extend(old.into_iter().flat_map(|planned| planned.keys()));
-                anew.extend(items.iter().map(|(key, _)| *key));
-                marks.extend(&anew);
-            }
-            // It may come by a virtual server in another way than before.
-            anew.extend(came_or_went().map(|t| decides(&t.key)));
-            anew.retain(|key| decides(key) == *key);
-            let came: Vec<Key> = touched.iter().filter(|t| t.came()).map(|t| t.key).collect();
-            let leaves: Vec<Key> = anew.iter().filter(|key| had(key)).copied().collect();
-            let comes: Vec<Key> = anew.iter().filter(|key| has(key)).copied().collect();
-            let servers = anew.iter().filter_map(|key| match key {
-                Key::VirtualServer(vs) => Some(*vs),
-                _ => None,
-            });
-            let servers: Vec<VirtualServerKey> = servers.collect();
-            // What follows a virtual server is its winner's: before and after.
-            marks.extend(servers.iter().flat_map(|vs| self.followers(*vs)));
-            for key in leaves {
-                let before = self.owner(&key).filter(|_| !has(&key)).cloned();
-                if let Some(record) = self.records.get_mut(&key) {
-                    record.claims.remove(id, &key, &self.plans);
-                }
-                if let (Key::VirtualServer(key), Some(from), Some(to)) =
-                    (key, before, self.owner(&key))
-                {
-                    let to = to.clone();
-                    let takeover = self.takeovers.entry(key).or_insert((from, to.clone()));
-                    takeover.1 = to;
-                }
-            }
-            let group = self.group(id);
-            if gone {
-                self.plans.remove(&id);
-                self.ids.remove(&name);
-            } else {
-                let (keys, values): (Vec<Key>, Vec<Value>) = items.into_iter().unzip();
-                let (keys, values) = (keys.into_boxed_slice(), values.into_boxed_slice());
-                let planned = Planned {
-                    name,
-                    rank,
-                    keys,
-                    values,
-                };
-                self.plans.insert(id, planned);
-            }
-            for key in comes {
-                let record = self.records.entry(key).or_default();
-                record.claims.add(id, &key, &self.plans);
-                self.note_conflict(&key, id);
-            }
-            for key in &came {
-                self.held.remove(key);
-            }
-            marks.extend(servers.iter().flat_map(|vs| self.followers(*vs)));
-            for key in marks {
-                self.mark(key, group);
-            }
+        self.dirty.append(&mut self.large);
+        while let Some(name) = self.dirty.pop_first() {
+            self.replan_one(name);
         }
     }
 
+    /// Plans dirty Services up to a bound, a [large](LARGE) one only when no other is dirty; whether there are more that
+    /// may be planned now.
+    pub(super) fn replan_some(&mut self, now: Instant) -> bool {
+        let mut planned = 0;
+        while let Some(name) = self.dirty.pop_first() {
+            let size = self.size(&name);
+            if size > LARGE {
+                self.large.insert(name);
+                continue;
+            }
+            self.planned.remove(&name);
+            self.replan_one(name);
+            planned += size;
+            if planned > PLANNED_AT_ONCE {
+                return true;
+            }
+        }
+        let rested = |name: &&ObjectName| {
+            let last = self.planned.get(name);
+            last.is_none_or(|last| *last + REST <= now)
+        };
+        let mut due = self.large.iter().filter(rested);
+        let (next, more) = (due.next().cloned(), due.next().is_some());
+        if let Some(name) = next {
+            self.large.remove(&name);
+            self.planned.insert(name.clone(), now);
+            self.replan_one(name);
+        }
+        more
+    }
+
+    /// About how many virtual servers and real servers a Service has.
+    fn size(&self, name: &ObjectName) -> usize {
+        let Some(service) = self.cluster.get(name) else {
+            return 0;
+        };
+        let node_ports = self.node.addresses.len();
+        let vips = [
+            service.cluster_ips.len(),
+            service.external_ips.len(),
+            service.load_balancer_ips.len(),
+            node_ports,
+        ];
+        let vips = vips.iter().sum::<usize>().max(1);
+        let endpoints = self
+            .cluster
+            .slices_of(name)
+            .map(|slice| slice.endpoints.len());
+        let servers = service.ports.len().saturating_mul(vips);
+        servers.saturating_mul(endpoints.sum::<usize>().max(1))
+    }
+
+    fn replan_one(&mut self, name: ObjectName) {
+        let mut service = self.cluster.get(&name);
+        let waiting = service
+            .filter(|s| self.links_awaited && s.is_external())
+            .map(Service::without_external);
+        service = waiting.as_ref().or(service);
+        let items = service.map_or_else(Vec::new, |service| {
+            let slices = self.cluster.slices_of(&name);
+            plan::plan(service, slices, &self.node, &self.config)
+        });
+        let rank = service
+            .map(|s| (s.created.is_none(), s.created.unwrap_or(0), s.uid.clone()))
+            .unwrap_or_default();
+        let gone = service.is_none();
+        let id = match self.ids.get(&name) {
+            Some(id) => *id,
+            None if gone => return,
+            None => self.new_id(&name),
+        };
+        let old = self.plans.get(&id);
+        let touched = differing(
+            old.into_iter().flat_map(Planned::items),
+            items.iter().map(|(key, value)| (key, value)),
+        );
+        let mut marks: BTreeSet<Key> = touched.iter().map(|t| t.key).collect();
+        let had = |key: &Key| old.is_some_and(|planned| planned.get(key).is_some());
+        let has = |key: &Key| items.binary_search_by(|(new, _)| new.cmp(key)).is_ok();
+        // It may come by a virtual server in another way than before, when an entry that owns it came or went.
+        let came_or_went = touched.iter().filter(|t| t.came() || t.went());
+        let mut anew: BTreeSet<Key> = came_or_went.filter_map(|t| claimed_anew(&t.key)).collect();
+        if old.is_some_and(|planned| planned.rank != rank) {
+            let all = old.into_iter().flat_map(|planned| planned.keys());
+            anew.extend(all.chain(items.iter().map(|(key, _)| key)));
+            marks.extend(&anew);
+            anew.retain(|key| decides(key) == *key);
+        }
+        let came: Vec<Key> = touched.iter().filter(|t| t.came()).map(|t| t.key).collect();
+        let leaves: Vec<Key> = anew.iter().filter(|key| had(key)).copied().collect();
+        let comes: Vec<Key> = anew.iter().filter(|key| has(key)).copied().collect();
+        let servers = anew.iter().filter_map(|key| match key {
+            Key::VirtualServer(vs) => Some(*vs),
+            _ => None,
+        });
+        let servers: Vec<VirtualServerKey> = servers.collect();
+        let standing = servers.iter().map(|vs| (*vs, self.standing(*vs, id)));
+        let before: Vec<(VirtualServerKey, _)> = standing.collect();
+        // What follows a virtual server is its winner's: before and after.
+        let won_before: Vec<Key> = servers.iter().flat_map(|vs| self.followers(*vs)).collect();
+        for key in leaves {
+            let owner = self.owner(&key).filter(|_| !has(&key)).cloned();
+            if let Some(record) = self.records.get_mut(&key) {
+                record.claims.remove(id, &key, &self.plans);
+            }
+            if let (Key::VirtualServer(key), Some(from), Some(to)) = (key, owner, self.owner(&key))
+            {
+                let to = to.clone();
+                let takeover = self.takeovers.entry(key).or_insert((from, to.clone()));
+                takeover.1 = to;
+            }
+        }
+        let group = self.group(id);
+        if gone {
+            self.plans.remove(&id);
+            self.ids.remove(&name);
+        } else {
+            let (keys, values): (Vec<Key>, Vec<Value>) = items.into_iter().unzip();
+            let (keys, values) = (keys.into_boxed_slice(), values.into_boxed_slice());
+            let planned = Planned {
+                name,
+                rank,
+                keys,
+                values,
+            };
+            self.plans.insert(id, planned);
+        }
+        for key in comes {
+            let record = self.records.entry(key).or_default();
+            record.claims.add(id, &key, &self.plans);
+        }
+        for (vs, before) in before {
+            if self.standing(vs, id) != before {
+                marks.extend(self.followers(vs));
+                self.note_conflict(vs, id);
+            }
+        }
+        marks.extend(won_before);
+        for key in &came {
+            self.held.remove(key);
+        }
+        for key in marks {
+            self.mark(key, group);
+        }
+    }
+
+    /// Who has a virtual server, and whether this Service claims it.
+    fn standing(&self, vs: VirtualServerKey, id: ServiceId) -> (Option<ServiceId>, bool) {
+        let key = Key::VirtualServer(vs);
+        let first = self
+            .records
+            .get(&key)
+            .and_then(|record| record.claims.first);
+        let planned = self.plans.get(&id);
+        (
+            first,
+            planned.is_some_and(|planned| planned.get(&key).is_some()),
+        )
+    }
+
     /// Notes who goes without a virtual server that this Service has come to claim beside another.
-    fn note_conflict(&mut self, key: &Key, id: ServiceId) {
-        let (Key::VirtualServer(vs), Some(record)) = (key, self.records.get(key)) else {
+    fn note_conflict(&mut self, vs: VirtualServerKey, id: ServiceId) {
+        let Some(record) = self.records.get(&Key::VirtualServer(vs)) else {
             return;
         };
+        if !self.standing(vs, id).1 {
+            return;
+        }
         let claims = &record.claims;
         let loser = match claims.first {
             // The one that had it.
@@ -348,7 +432,7 @@ impl Planner {
             (claims.first.as_ref().and_then(name), loser.and_then(name))
         {
             self.conflicts.insert(Conflict {
-                key: *vs,
+                key: vs,
                 winner,
                 loser,
             });

@@ -1,6 +1,7 @@
 //! The order of ops: what goes first within a Service, and what an op rests on.
 
 use ipset_rs::Entry;
+use ipvs_proxy_iptables::Table;
 use ipvs_proxy_netlink::Family;
 
 use super::{Planner, virtual_servers};
@@ -29,7 +30,7 @@ pub(super) fn phase(op: &Op) -> Phase {
     let gone = matches!(op, Op::Remove(_));
     match (op.key(), gone) {
         (Key::Set(_), false) => Phase::Sets,
-        (Key::Rules(_) | Key::Link, false) => Phase::Rules,
+        (Key::Rules(..) | Key::Link, false) => Phase::Rules,
         (
             Key::Entry(
                 Set {
@@ -56,7 +57,7 @@ pub(super) fn phase(op: &Op) -> Phase {
         (Key::VirtualServer(_) | Key::RealServer(..), true) => Phase::DropServers,
         (Key::Address(_), false) => Phase::Addresses,
         (Key::Address(_), true) => Phase::DropAddresses,
-        (Key::Rules(_), true) => Phase::DropRules,
+        (Key::Rules(..), true) => Phase::DropRules,
         (Key::Set(_) | Key::Link, true) => Phase::DropSets,
     }
 }
@@ -73,7 +74,7 @@ impl Planner {
     pub(super) fn may(&self, op: &Op) -> bool {
         let there = |key: Key| self.applied(&key).is_some();
         match op {
-            Op::Add(Key::Rules(family), _) => Set::all(*family).all(|set| there(Key::Set(set))),
+            Op::Add(Key::Rules(family, _), _) => Set::all(*family).all(|set| there(Key::Set(set))),
             Op::Add(Key::Entry(set, entry), _) => {
                 self.applied(&Key::Set(*set)) == Some(&Value::Present)
                     && served_by(*set, entry).is_none_or(|vs| there(Key::VirtualServer(vs)))
@@ -81,20 +82,14 @@ impl Planner {
             Op::Add(Key::VirtualServer(vs), _) => {
                 owning_entries(vs).all(|key| self.wanted(&key).is_none() || there(key))
             }
-            Op::Add(Key::RealServer(vs, _), _) => {
-                let key = Key::VirtualServer(*vs);
-                there(key)
-                    || !self.failures.contains_key(&key)
-                        && self.op(&key).is_some_and(|op| self.may(&op))
-            }
             Op::Add(Key::Address(address), _) => {
                 let family = Family::of(*address);
                 let set = Set {
                     family,
                     role: Role::IpvsIps,
                 };
-                there(Key::Link)
-                    && there(Key::Rules(family))
+                self.applied(&Key::Link) == Some(&Value::Present)
+                    && self.is_guarded(family)
                     && there(Key::Entry(set, Entry::Ip(*address)))
                     && self
                         .records
@@ -107,7 +102,9 @@ impl Planner {
                 self.claimed(&Key::VirtualServer(*vs)).is_some() && there(Key::VirtualServer(*vs))
             }
             // Its rules look into it, and its entries go with it.
-            Op::Remove(Key::Set(set)) => !there(Key::Rules(set.family)),
+            Op::Remove(Key::Set(set)) => Table::ALL
+                .into_iter()
+                .all(|table| !there(Key::Rules(set.family, table))),
             Op::Remove(Key::Entry(set, entry)) => match (set.role, entry) {
                 (Role::IpvsIps, Entry::Ip(address)) => !there(Key::Address(*address)),
                 // The virtual server is gone, or stays ours by another entry.
@@ -121,6 +118,20 @@ impl Planner {
             },
             _ => true,
         }
+    }
+
+    /// Whether VIPs of a family may be bound: the filter keeps packets to them from the node's own sockets, and the
+    /// other tables have their rules, or can't have them.
+    fn is_guarded(&self, family: Family) -> bool {
+        let there = |key: &Key| self.applied(key).is_some();
+        let tables = self.base.keys().filter_map(|key| match key {
+            Key::Rules(of, table) if *of == family => Some((key, table)),
+            _ => None,
+        });
+        there(&Key::Rules(family, Table::Filter))
+            && tables
+                .filter(|(_, table)| **table != Table::Filter)
+                .all(|(key, _)| there(key) || self.failures.contains(key))
     }
 
     /// A real server whose virtual server is not in the kernel.
@@ -200,7 +211,7 @@ mod tests {
             if ops.is_empty() {
                 return words;
             }
-            let usual = |op: &&Op| matches!(op.key(), Key::Set(_) | Key::Rules(_) | Key::Link);
+            let usual = |op: &&Op| matches!(op.key(), Key::Set(_) | Key::Rules(..) | Key::Link);
             words.extend(ops.iter().filter(|op| !usual(op)).map(Op::to_string));
             let outcomes = kernel.apply(&ops);
             planner.commit(ops.into_iter().zip(outcomes), now);
@@ -271,7 +282,7 @@ mod tests {
         let read = kernel.read(&planner.desired()).unwrap();
         planner.resync(read, true, now);
         written(&mut planner, &mut kernel, now);
-        kernel.state.retain(|key, _| !matches!(key, Key::Rules(_)));
+        kernel.state.retain(|key, _| !matches!(key, Key::Rules(..)));
         assert_eq!(kernel.state, foreign);
     }
 
@@ -290,7 +301,7 @@ mod tests {
             drift.iter().map(Key::to_string).collect::<Vec<_>>(),
             [entry]
         );
-        planner.adopt(&drift, &read, now);
+        planner.adopt(&drift, &read.state, now);
         assert_eq!(
             written(&mut planner, &mut kernel, now),
             [format!("add {entry}")]

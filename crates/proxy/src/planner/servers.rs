@@ -48,6 +48,11 @@ impl RealServers {
         servers.map(move |(rs, _)| Key::RealServer(vs, *rs))
     }
 
+    /// How many real servers a virtual server has.
+    pub(super) fn count(&self, vs: &VirtualServerKey) -> usize {
+        self.0.get(vs).map_or(0, Vec::len)
+    }
+
     pub(super) fn keys(&self) -> impl Iterator<Item = Key> {
         self.0
             .iter()

@@ -299,24 +299,10 @@ impl World {
 
     /// Works until there is nothing to do now.
     pub(crate) fn settle(&mut self) {
-        for _ in 0..1000 {
-            if self.planner.in_doubt() {
-                self.resync(true);
-            }
-            for server in self.planner.drains_due(self.now) {
-                let connections = self.kernel.connections(server).unwrap();
-                self.planner.observe(server, &connections, self.now);
-            }
-            let ops = self.planner.next(self.now);
-            if ops.is_empty() && !self.planner.in_doubt() {
-                return;
-            }
-            let outcomes = self.kernel.apply(&ops);
-            self.planner.commit(ops.into_iter().zip(outcomes), self.now);
-            let stale = self.planner.take_stale_flows();
-            self.kernel.forget_flows(&stale);
-        }
-        panic!("no end of ops");
+        let now = self.now;
+        self.planner
+            .work(&mut self.kernel, &|| now, 1000)
+            .expect("an end of ops");
     }
 
     /// Works on for this long.
@@ -375,7 +361,7 @@ impl World {
     /// The rules of a chain without their comments.
     pub(crate) fn chain(&mut self, family: Family, table: Table, name: &str) -> Vec<String> {
         self.settle();
-        let Some(Value::Rules(rules)) = self.kernel.state.get(&Key::Rules(family)) else {
+        let Some(Value::Rules(rules)) = self.kernel.state.get(&Key::Rules(family, table)) else {
             panic!("no rules");
         };
         let mut tables = rules.tables.iter().filter(|t| t.table == table);

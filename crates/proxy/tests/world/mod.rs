@@ -267,12 +267,15 @@ impl World {
 
     /// A reading of what is ours.
     pub(crate) fn read(&mut self) -> Result<State, ReadError> {
-        self.kernel.read(self.planner.base())
+        self.kernel
+            .read(self.planner.base())
+            .map(|reading| reading.state)
     }
 
     /// As the controller reads.
     pub(crate) fn read_agreed(&mut self) -> Result<State, ReadError> {
-        self.planner.read_agreed(&mut self.kernel)
+        let reading = self.planner.read_agreed(&mut self.kernel);
+        reading.map(|reading| reading.state)
     }
 
     pub(crate) fn look_at_drains(&mut self) {
@@ -289,22 +292,21 @@ impl World {
         {
             self.planner.resync(read, true, self.now);
         }
-        self.look_at_drains();
-        let ops = self.planner.next(self.now);
-        self.write(&ops);
-        !ops.is_empty() || self.planner.in_doubt()
+        self.kernel.guarded = self.guarded;
+        let now = self.now;
+        let step = self.planner.step(&mut self.kernel, &|| now);
+        assert_eq!(self.kernel.leaks, []);
+        let failed = step.ops.iter().filter(|(_, o)| *o != Outcome::Done);
+        self.failed += failed.count();
+        !step.rests || self.planner.in_doubt()
     }
 
     pub(crate) fn write(&mut self, ops: &[Op]) {
-        let mut results = Vec::new();
-        for op in ops {
-            let outcome = self.kernel.apply(std::slice::from_ref(op)).remove(0);
-            if self.guarded {
-                assert_eq!(self.kernel.exposed(), [], "after {op:?}");
-            }
-            self.failed += usize::from(outcome != Outcome::Done);
-            results.push((op.clone(), outcome));
-        }
+        self.kernel.guarded = self.guarded;
+        let outcomes = self.kernel.apply(ops);
+        assert_eq!(self.kernel.leaks, []);
+        self.failed += outcomes.iter().filter(|o| **o != Outcome::Done).count();
+        let results = ops.iter().cloned().zip(outcomes);
         self.planner.commit(results, self.now);
     }
 
@@ -337,10 +339,10 @@ impl World {
     pub(crate) fn audit(&mut self) {
         self.planner.begin_reading();
         let read = self.read().unwrap();
-        let drift = self.planner.differing(&read);
-        let again = self.read().unwrap();
+        let drift = self.planner.differing(&read.into());
+        let again = self.read().unwrap().into();
         let drift = self.planner.differing_again(drift, &again);
-        self.planner.adopt(&drift, &again, self.now);
+        self.planner.adopt(&drift, &again.state, self.now);
     }
 
     /// The plan from scratch for the objects as they are now.

@@ -1,0 +1,318 @@
+//! The loop on a kernel in memory, with a clock that the test moves.
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+use ipvs_proxy_core::memory::MemoryKernel;
+use ipvs_proxy_core::memory::faults::BadReading;
+use ipvs_proxy_core::model::{Endpoint, ObjectName, Service, ServicePort, Slice, SlicePort};
+use ipvs_proxy_core::op::FailureKind;
+use ipvs_proxy_core::plan::Config;
+use ipvs_proxy_core::state::Value;
+use ipvs_proxy_netlink::Protocol;
+
+use super::*;
+use crate::serve::{Moment, Question};
+
+type Loop = Controller<MemoryKernel, Box<dyn Fn() -> Instant>>;
+
+struct World {
+    controller: Loop,
+    now: Rc<Cell<Instant>>,
+    status: Arc<Status>,
+    findings: mpsc::Receiver<Finding>,
+}
+
+const SYNC: Duration = Duration::from_secs(30);
+
+impl World {
+    /// A loop whose objects are those of an API server: one Service with two endpoints.
+    fn new() -> World {
+        let now = Rc::new(Cell::new(Instant::now()));
+        let (found, findings) = mpsc::channel(64);
+        let status = Status::new(&Family::ALL, SYNC, true, serde_json::Value::Null);
+        let status = Arc::new(status);
+        let zero = Duration::ZERO;
+        let timeouts = ipvs_netlink::Timeouts {
+            tcp: zero,
+            tcp_fin: zero,
+            udp: zero,
+        };
+        let settings = Settings {
+            follow_addresses: false,
+            stop: Arc::default(),
+            sync_period: SYNC,
+            strict_arp: false,
+            set_sysctls: |_| Vec::new(),
+            conntrack: sysctl::Once::default(),
+            timeouts: Timeouts::open(timeouts).unwrap(),
+            drift: Drift::Repair,
+            drains: None,
+            status: Arc::clone(&status),
+            findings: Some(found),
+        };
+        let clock: Box<dyn Fn() -> Instant> = {
+            let now = Rc::clone(&now);
+            Box::new(move || now.get())
+        };
+        let planner = Planner::new(Config::default());
+        let objects = Objects::Api(BTreeSet::new());
+        let mut world = World {
+            controller: Controller::new(objects, planner, MemoryKernel::new(), settings, clock),
+            now,
+            status,
+            findings,
+        };
+        for (kind, change) in [
+            (Kind::Services, service("web", 1)),
+            (Kind::EndpointSlices, endpoints("web", 2)),
+        ] {
+            world.hear(News {
+                changes: vec![change],
+                listed: Some(kind),
+                ..News::default()
+            });
+        }
+        world.settle();
+        world
+    }
+
+    fn hear(&mut self, news: News) {
+        self.controller.note(Event::Api(ApiEvent::News(news)));
+    }
+
+    fn tell(&mut self, change: Change) {
+        self.hear(News {
+            changes: vec![change],
+            ..News::default()
+        });
+    }
+
+    /// Turns until there is nothing to do now.
+    fn settle(&mut self) {
+        for _ in 0..100_000 {
+            if !self.controller.turn() {
+                return;
+            }
+        }
+        panic!("no end of turns");
+    }
+
+    /// Time goes by, as the loop waits for it.
+    fn pass(&mut self, time: Duration) {
+        let end = self.now.get() + time;
+        self.settle();
+        let mut turns = 0;
+        loop {
+            let next = self.now.get() + self.controller.wait().min(time * 2);
+            if next > end {
+                break;
+            }
+            self.now.set(next);
+            self.settle();
+            turns += 1;
+            assert!(turns < 20 * (time.as_secs() + 1), "it spins");
+        }
+        self.now.set(end);
+    }
+
+    fn kernel(&mut self) -> &mut MemoryKernel {
+        &mut self.controller.kernel
+    }
+
+    fn holds(&self, text: &str) -> bool {
+        let mut keys = self.controller.kernel.state.keys();
+        keys.any(|key| key.to_string() == text)
+    }
+
+    /// What the kernel does not hold of this.
+    fn lacking(&self, of: &State) -> Vec<String> {
+        let held = &self.controller.kernel.state;
+        let lacking = of
+            .iter()
+            .filter(|(key, value)| held.get(key) != Some(value));
+        lacking.map(|(key, _)| key.to_string()).collect()
+    }
+
+    fn is(&self, question: Question) -> bool {
+        let now = Moment {
+            at: self.now.get(),
+            ..Moment::now()
+        };
+        self.status.health().is(question, now)
+    }
+
+    fn found(&mut self) -> Vec<String> {
+        let mut found = Vec::new();
+        while let Ok(finding) = self.findings.try_recv() {
+            found.push(format!("{finding:?}"));
+        }
+        found
+    }
+}
+
+fn name(of: &str) -> ObjectName {
+    ObjectName::new("default", of)
+}
+
+fn service(of: &str, number: u8) -> Change {
+    Change::Service(
+        name(of),
+        Some(Service {
+            created: None,
+            uid: "".into(),
+            cluster_ips: vec![[10, 96, 0, number].into()],
+            external_ips: Vec::new(),
+            load_balancer_ips: Vec::new(),
+            ports: vec![ServicePort {
+                name: "".into(),
+                protocol: Protocol::Tcp,
+                port: 80,
+                node_port: None,
+            }],
+            affinity_timeout_s: None,
+            drain_timeout: None,
+        }),
+    )
+}
+
+fn endpoints(of: &str, number: u16) -> Change {
+    let endpoint = |n: u16| {
+        let [high, low] = n.to_be_bytes();
+        Endpoint {
+            address: [10, 244, high, low].into(),
+            ready: true,
+            serving: true,
+            terminating: false,
+            local: false,
+        }
+    };
+    Change::Slice(
+        name(of),
+        Some(Slice {
+            service: name(of),
+            family: Family::V4,
+            ports: vec![SlicePort {
+                name: "".into(),
+                protocol: Protocol::Tcp,
+                port: 8080,
+            }],
+            endpoints: (1..=number).map(endpoint).collect(),
+        }),
+    )
+}
+
+const THIRD: &str = "real server 10.244.0.3:8080 of 10.96.0.1:80/tcp";
+
+#[test]
+fn news_is_taken_in_between_two_rounds_of_a_big_service() {
+    let mut world = World::new();
+    world.tell(service("big", 2));
+    world.tell(endpoints("big", 20_000));
+    for _ in 0..5 {
+        assert!(world.controller.turn(), "there is more");
+    }
+    world.tell(endpoints("web", 3));
+    assert!(world.controller.turn());
+    assert!(world.holds(THIRD));
+}
+
+#[test]
+fn an_audit_that_cannot_read_is_told_by_health_metric_and_event() {
+    let mut world = World::new();
+    assert!(world.is(Question::Health) && world.is(Question::Readiness));
+    world.found();
+    world.kernel().faults.readings = vec![BadReading::Interrupted; 200].into();
+    world.pass(SYNC + Duration::from_secs(1));
+    assert!(!world.is(Question::Readiness));
+    assert!(world.is(Question::Health), "not yet");
+    let found = world.found();
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0].contains("FailedToReadKernel"), "{found:?}");
+    assert!(world.status.metrics.read_failures.get() > 0);
+    world.pass(SYNC * 2 + Duration::from_secs(1));
+    assert!(!world.is(Question::Health));
+    assert_eq!(world.found().len(), 0, "once");
+    // Changes go on meanwhile, and it is over soon after its cause.
+    world.tell(endpoints("web", 3));
+    world.settle();
+    assert!(world.holds(THIRD));
+    world.kernel().faults.readings.clear();
+    world.pass(Duration::from_secs(2));
+    assert!(world.is(Question::Readiness) && world.is(Question::Health));
+}
+
+#[test]
+fn a_link_that_others_replaced_makes_the_node_unready_until_it_is_put_right() {
+    let mut world = World::new();
+    let address = "address 10.96.0.1 on kube-ipvs0";
+    assert!(world.holds(address));
+    let of_link = |key: &Key| matches!(key, Key::Link | Key::Address(_));
+    world.kernel().state.retain(|key, _| !of_link(key));
+    world
+        .kernel()
+        .refuse
+        .insert(Key::Link, FailureKind::Refused);
+    world.pass(SYNC * 10);
+    assert!(!world.is(Question::Readiness) && !world.is(Question::Health));
+    assert!(!world.holds(address));
+    // No pause of what failed for it goes on.
+    world.kernel().refuse.clear();
+    world.kernel().state.insert(Key::Link, Value::Present);
+    world.pass(SYNC + Duration::from_secs(1));
+    assert!(world.holds(address));
+    assert!(world.is(Question::Readiness) && world.is(Question::Health));
+}
+
+#[test]
+fn what_is_flushed_is_back_within_two_seconds() {
+    let flushed: [fn(&Key) -> bool; 3] = [
+        |key| matches!(key, Key::VirtualServer(_) | Key::RealServer(..)),
+        |key| matches!(key, Key::Entry(..)),
+        |key| matches!(key, Key::Rules(..)),
+    ];
+    for flushed in flushed {
+        let mut world = World::new();
+        world.pass(Duration::from_secs(7));
+        let before = world.kernel().state.clone();
+        world.kernel().state.retain(|key, _| !flushed(key));
+        assert!(world.kernel().state != before);
+        world.pass(Duration::from_secs(2));
+        assert_eq!(world.lacking(&before), [""; 0]);
+        // A second flush is looked at after a pause.
+        world.kernel().state.retain(|key, _| !flushed(key));
+        world.pass(Duration::from_secs(7));
+        assert_eq!(world.lacking(&before), [""; 0]);
+    }
+}
+
+#[test]
+fn rules_that_others_come_before_are_moved_three_times_and_then_told() {
+    let mut world = World::new();
+    world.found();
+    let rules = world.controller.planner.wanted_rules().next().unwrap().0;
+    let misplaced = || Finished::Misplaced(rules, vec!["INPUT: -i cbr0 -j ACCEPT".to_owned()]);
+    let mut moved = Vec::new();
+    for period in 0..8_u32 {
+        world.kernel().log.clear();
+        world.kernel().finished.push(misplaced());
+        world.settle();
+        if world.kernel().log.iter().any(|op| op.key() == rules) {
+            moved.push(period);
+        }
+        world.pass(SYNC);
+    }
+    assert_eq!(moved, [0, 1, 2]);
+    let found = world.found();
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0].contains("RulesMisplaced"), "{found:?}");
+    // One that came once, and not again, is no fight.
+    let value = world.kernel().state[&rules].clone();
+    let same = Finished::Read(rules, Ok(Some(value)));
+    world.kernel().finished.push(same);
+    world.settle();
+    world.kernel().log.clear();
+    world.kernel().finished.push(misplaced());
+    world.settle();
+    assert!(world.kernel().log.iter().any(|op| op.key() == rules));
+}

@@ -12,6 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ipvs_proxy_core::op::StaleFlows;
+use ipvs_proxy_netlink::Error;
 
 use crate::conntrack::{Conntrack, ForgetError, Stale};
 
@@ -29,11 +30,14 @@ const TOLD_EVERY: Duration = Duration::from_secs(60);
 /// What became of a pass.
 pub type Forgotten = Result<usize, ForgetError>;
 
+type Report = Box<dyn Fn(&Forgotten) + Send>;
+
 /// The worker. It ends with this value, which waits a second at most for what is left to do.
 pub struct Flows {
     shared: Arc<Shared>,
+    report: Report,
     /// What the thread is to run, until it does.
-    work: Option<Box<dyn FnOnce() + Send>>,
+    work: Option<Box<dyn FnOnce(Report) + Send>>,
 }
 
 impl std::fmt::Debug for Flows {
@@ -67,10 +71,13 @@ impl Shared {
 }
 
 impl Flows {
-    /// A worker that starts with the first flow to forget, in the network namespace of the thread
-    /// that tells of it, and calls `report` with what became of each pass.
-    pub fn new(report: impl Fn(&Forgotten) + Send + 'static) -> Flows {
-        let mut conntrack = None;
+    /// A worker on the network namespace of the calling thread. Its thread starts with the first flow to
+    /// forget.
+    ///
+    /// # Errors
+    /// If the kernel gives no socket.
+    pub fn open() -> Result<Flows, Error> {
+        let mut conntrack = Some(Conntrack::open()?);
         let pass = move |stale: &Stale| {
             let open = match &mut conntrack {
                 Some(open) => open,
@@ -83,25 +90,31 @@ impl Flows {
             }
             forgotten
         };
-        Flows::by(pass, report, PAUSE)
+        Ok(Flows::by(pass, PAUSE))
     }
 
-    fn by(
-        pass: impl FnMut(&Stale) -> Forgotten + Send + 'static,
-        report: impl Fn(&Forgotten) + Send + 'static,
-        pause: Duration,
-    ) -> Flows {
+    fn by(pass: impl FnMut(&Stale) -> Forgotten + Send + 'static, pause: Duration) -> Flows {
         let shared = Arc::new(Shared::default());
         let of_worker = Arc::clone(&shared);
-        let mut told = Told::default();
-        let report = move |forgotten: &Forgotten| {
-            told.tell(forgotten, Instant::now());
-            report(forgotten);
+        let run = move |report: Report| {
+            let mut told = Told::default();
+            let report = |forgotten: &Forgotten| {
+                told.tell(forgotten, Instant::now());
+                report(forgotten);
+            };
+            work(&of_worker, pass, report, pause);
         };
         Flows {
             shared,
-            work: Some(Box::new(move || work(&of_worker, pass, report, pause))),
+            report: Box::new(|_| ()),
+            work: Some(Box::new(run)),
         }
+    }
+
+    /// Has `report` called with what became of each pass. To be called before the first flow is to be
+    /// forgotten.
+    pub fn report_to(&mut self, report: impl Fn(&Forgotten) + Send + 'static) {
+        self.report = Box::new(report);
     }
 
     /// Forgets these as well, soon. Never waits.
@@ -116,8 +129,9 @@ impl Flows {
         }
         self.shared.changed.notify_all();
         if let Some(work) = self.work.take() {
+            let report = std::mem::replace(&mut self.report, Box::new(|_| ()));
             let thread = thread::Builder::new().name("conntrack".to_owned());
-            if let Err(error) = thread.spawn(work) {
+            if let Err(error) = thread.spawn(move || work(report)) {
                 tracing::error!(%error, "UDP flows are not forgotten: no thread for it");
             }
         }
@@ -267,7 +281,7 @@ mod tests {
     use std::sync::mpsc;
 
     use ipvs_netlink::VirtualServerKey;
-    use ipvs_proxy_netlink::{Error, Protocol};
+    use ipvs_proxy_netlink::Protocol;
 
     use super::*;
 
@@ -298,7 +312,7 @@ mod tests {
             told.send(stale.clone()).unwrap();
             answers.recv().unwrap_or(Ok(0))
         };
-        (Flows::by(pass, |_| (), pause), passes, answer)
+        (Flows::by(pass, pause), passes, answer)
     }
 
     #[test]

@@ -123,7 +123,7 @@ impl Kernel {
             ipvs,
             ipset,
             links: Links::open()?,
-            flows: Flows::new(|_| ()),
+            flows: Flows::open().map_err(links::failed("open nfnetlink"))?,
             tools,
             own_rules,
             rules: Hands::Here(Box::new(rules)),
@@ -179,9 +179,10 @@ impl Kernel {
         self.own_rules.clone()
     }
 
-    /// Has `report` called with what became of each pass over connection tracking's table.
+    /// Has `report` called with what became of each pass over connection tracking's table. To be called
+    /// before the first op.
     pub fn report_flows(&mut self, report: impl Fn(&Forgotten) + Send + 'static) {
-        self.flows = Flows::new(report);
+        self.flows.report_to(report);
     }
 
     /// Waits until the UDP flows are forgotten that were to be; false when they could not be, or not in

@@ -7,8 +7,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ipvs_netlink::{Client, RealServerKey, VirtualServerKey};
-use ipvs_proxy_core::op::StaleFlows;
+use ipvs_proxy_core::op::{Dataplane as _, StaleFlows};
 use ipvs_proxy_dataplane::conntrack::{Conntrack, Stale};
+use ipvs_proxy_dataplane::kernel::Kernel;
+use ipvs_proxy_iptables::Choice;
 use ipvs_proxy_netlink::{Attributes, Family, Protocol, Request, Socket, Subsystem};
 use tests::daemon::{Daemon, Manifests, PATIENCE, service, slice, wait_until, wait_up_to};
 use tests::long;
@@ -193,6 +195,28 @@ fn only_what_is_stale_is_forgotten() {
             let lines = listed("ipv4").lines().count() + listed("ipv6").lines().count();
             assert_eq!((lines, flows.len() - left.len()), (left.len(), gone));
         }
+    }
+}
+
+/// Wherever it is asked for: in the namespace in which the kernel was opened.
+#[test]
+fn whoever_waits_finds_them_forgotten() {
+    let node = Namespace::new();
+    let (mut socket, mut kernel) = node.enter(|| {
+        let kernel = Kernel::open(&[Family::V4], Choice::Legacy).unwrap();
+        (Socket::open(Subsystem::Netfilter).unwrap(), kernel)
+    });
+    node.tool("iptables-legacy -A INPUT -m conntrack --ctstate ESTABLISHED -j ACCEPT");
+    let to = "10.96.0.11:53";
+    for _ in 0..3 {
+        track(
+            &mut socket,
+            &udp_flows(1000, addr(to), addr("10.0.0.2:8053")),
+        );
+        assert_eq!(tracked(&node), 1000);
+        kernel.forget_flows(&stale(to, None));
+        assert!(kernel.finish_flows(PATIENCE));
+        assert_eq!(tracked(&node), 0);
     }
 }
 

@@ -31,6 +31,7 @@ use crate::hurry::Hurry;
 use crate::manifests::{Problem, Source};
 use crate::metrics::families_of;
 use crate::serve::Status;
+use crate::surroundings::Surroundings;
 
 /// What wakes the loop.
 #[derive(Debug)]
@@ -97,6 +98,8 @@ pub struct Settings {
     pub drains: Option<Drains>,
     /// What is told of the loop over HTTP.
     pub status: Arc<Status>,
+    /// What no Service takes.
+    pub surroundings: Surroundings,
     /// Where Events go; `None` without an API server.
     pub findings: Option<mpsc::Sender<Finding>>,
 }
@@ -199,6 +202,7 @@ impl<D: Dataplane> Controller<D> {
             Err(error) => warn!(%error, "deadlines of drains could not be read; they begin anew"),
         }
         self.list_addresses();
+        self.look_around();
         self.rescan();
         loop {
             self.work();
@@ -218,6 +222,21 @@ impl<D: Dataplane> Controller<D> {
             }
         }
         info!("stopped; what the kernel holds stays in force");
+    }
+
+    /// Looks at what no Service takes.
+    fn look_around(&mut self) {
+        let changes = self.settings.surroundings.look(Instant::now());
+        changes.into_iter().for_each(|c| self.planner.apply(c));
+        self.free_needed();
+    }
+
+    /// As long as the objects are not known, takes back what keeps the node from hearing of them.
+    fn free_needed(&mut self) {
+        if !self.objects.is_complete() {
+            let base = self.planner.base();
+            self.settings.surroundings.free(&mut self.kernel, base);
+        }
     }
 
     /// How long there is nothing to do without news.
@@ -256,6 +275,7 @@ impl<D: Dataplane> Controller<D> {
     fn apply(&mut self, changes: Vec<Change>) {
         let told = self.planner.pod_cidrs().to_vec();
         for change in changes {
+            self.settings.surroundings.note(&change);
             // Addresses that a flag names are the last word.
             let of_flag = !self.settings.follow_addresses && matches!(change, Change::Node(_));
             if !of_flag {
@@ -295,6 +315,7 @@ impl<D: Dataplane> Controller<D> {
         match event {
             ApiEvent::News(news) => self.note_news(news),
             ApiEvent::Failed(kind, error) => {
+                self.free_needed();
                 let resource = kind.resource();
                 let before = self.settings.status.followed(kind, Err(&error));
                 // The same again each half minute would hide all else.
@@ -335,7 +356,11 @@ impl<D: Dataplane> Controller<D> {
         let complete = self.objects.is_complete();
         let status = &self.settings.status;
         status.queued(&news.changes, news.triggers, complete);
+        let needed = news.changes.iter().any(|c| matches!(c, Change::Needed(..)));
         self.apply(news.changes);
+        if needed {
+            self.free_needed();
+        }
         if let (Objects::Api(listed), Some(kind)) = (&mut self.objects, news.listed) {
             let first = listed.insert(kind);
             let awaits_node = self.planner.awaits_pod_cidrs() && !listed.contains(&Kind::Node);
@@ -434,6 +459,11 @@ impl<D: Dataplane> Controller<D> {
                 warn!("{conflict}");
                 self.settings.status.metrics.conflicts.inc();
                 self.settings.find(|| Finding::from(&conflict));
+            }
+            for refused in self.planner.take_refused() {
+                warn!("{refused}");
+                self.settings.status.metrics.refused(refused.cause);
+                self.settings.find(|| Finding::from(&refused));
             }
             for takeover in self.planner.take_takeovers() {
                 info!("{takeover}");
@@ -574,6 +604,7 @@ impl<D: Dataplane> Controller<D> {
             self.hurry.begun(now);
             self.set_sysctls();
             self.list_addresses();
+            self.look_around();
             self.planner.begin_reading();
         }
         let mut reading = self.audit.take().unwrap_or_default();

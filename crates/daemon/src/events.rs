@@ -18,6 +18,7 @@ use std::fmt;
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
 use std::time::{Duration, Instant};
 
+use ipvs_proxy_core::guard::{Cause, Refused};
 use ipvs_proxy_core::model::ObjectName;
 use ipvs_proxy_core::planner::Conflict;
 
@@ -51,6 +52,10 @@ pub enum Reason {
     InvalidField,
     /// Another Service has the VIP and port.
     AddressConflict,
+    /// An address that is somebody else's, or that is not allowed.
+    AddressRefused,
+    /// The Service has more virtual or real servers than a Service may have.
+    TooLarge,
     /// The kernel refuses what the object needs, for a minute or longer.
     FailedToProgram,
     /// A sysctl is not as it must be and can't be set.
@@ -70,14 +75,23 @@ impl fmt::Display for Reason {
 impl Reason {
     /// Whether every node finds it alike.
     fn is_everywhere(self) -> bool {
-        matches!(self, Reason::InvalidField | Reason::AddressConflict)
+        matches!(
+            self,
+            Reason::InvalidField
+                | Reason::AddressConflict
+                | Reason::AddressRefused
+                | Reason::TooLarge
+        )
     }
 
     /// What was done or not done, as the API wants it.
     fn action(self) -> &'static str {
         match self {
             Reason::Starting => "Start",
-            Reason::InvalidField | Reason::AddressConflict => "IgnoreField",
+            Reason::InvalidField
+            | Reason::AddressConflict
+            | Reason::AddressRefused
+            | Reason::TooLarge => "IgnoreField",
             Reason::FailedToProgram => "ProgramKernel",
             Reason::FailedToSetSysctl => "SetSysctl",
             Reason::FailedToReadKernel => "ReadKernel",
@@ -142,6 +156,20 @@ impl From<&Conflict> for Finding {
             reason: Reason::AddressConflict,
             note: conflict.to_string(),
             cause: conflict.key.to_string(),
+        }
+    }
+}
+
+impl From<&Refused> for Finding {
+    fn from(refused: &Refused) -> Finding {
+        Finding {
+            object: Object::Service(refused.service.clone()),
+            reason: match refused.cause {
+                Cause::VirtualServers(_) | Cause::RealServers(_) => Reason::TooLarge,
+                _ => Reason::AddressRefused,
+            },
+            note: refused.to_string(),
+            cause: format!("{} {}", refused.cause.name(), refused.first),
         }
     }
 }

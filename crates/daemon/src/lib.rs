@@ -6,6 +6,7 @@
 //! - [`init`]: what needs more privilege than the rest
 //! - [`drains`]: the deadlines of drains, kept over a restart
 //! - [`findings`]: what the log says of drift and of drains
+//! - [`surroundings`]: addresses and ports that no Service takes
 //! - [`place`]: the folder under /run
 //! - [`cleanup`]: removes all that is ours
 //! - [`plan`]: the dry run
@@ -44,6 +45,7 @@ pub mod place;
 pub mod plan;
 pub mod run;
 pub mod serve;
+pub mod surroundings;
 pub mod translate;
 
 /// Writes a line to stderr. That nobody can read it is no reason to end.

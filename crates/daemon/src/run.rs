@@ -32,6 +32,7 @@ use crate::manifests::{self, Source};
 use crate::metrics::Requests;
 use crate::place::{LockError, Place};
 use crate::serve::{self, Listen, Status};
+use crate::surroundings::Surroundings;
 
 /// Runs until SIGTERM or SIGINT. The kernel's state stays in place.
 ///
@@ -136,6 +137,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         drift: settings.drift,
         drains: place.map(|place| Drains::new(&place.file("drains.json"))),
         status,
+        surroundings: Surroundings::default(),
         findings,
     };
     info!(

@@ -35,5 +35,6 @@ pub mod growth;
 pub mod kernel;
 pub mod links;
 pub mod notices;
+pub mod routers;
 pub mod sysctl;
 pub mod timeouts;

@@ -29,6 +29,7 @@ mod claims;
 mod drains;
 mod order;
 mod reading;
+mod refusals;
 mod servers;
 
 pub use claims::{Conflict, Takeover};
@@ -37,6 +38,7 @@ pub use drains::{DrainNews, DrainStep};
 use claims::{Planned, Record};
 use drains::{Drain, is_udp};
 use order::{Phase, phase, quiesces};
+use refusals::Refusals;
 use servers::RealServers;
 
 /// The most ops of a round, but for a single Service that has more.
@@ -94,6 +96,7 @@ pub struct Planner {
     /// What the kernel holds and nobody claims, while not every source has listed: it stays.
     held: BTreeSet<Key>,
     conflicts: BTreeSet<Conflict>,
+    refusals: Refusals,
     /// By virtual server: the Service that had it and the one that has it now.
     takeovers: BTreeMap<VirtualServerKey, (ObjectName, ObjectName)>,
     /// What ops touched since a reading began.
@@ -129,6 +132,7 @@ impl Planner {
             stale: BTreeSet::new(),
             held: BTreeSet::new(),
             conflicts: BTreeSet::new(),
+            refusals: Refusals::default(),
             takeovers: BTreeMap::new(),
             touched: None,
             doubt: false,
@@ -186,8 +190,13 @@ impl Planner {
                 self.change_node(node)
             }
             Change::PodCidrs(networks) => {
+                let touched = self.cluster.guard.note_pod_cidrs(&networks);
                 self.change_pod_cidrs(networks);
-                BTreeSet::new()
+                touched
+            }
+            Change::Needed(by, addresses) => self.cluster.guard.note_needed(by, addresses),
+            Change::Listeners(listeners) => {
+                self.cluster.guard.note_listeners(listeners, &self.node)
             }
             Change::NodeAddresses(addresses) => {
                 let known = !addresses.is_empty();

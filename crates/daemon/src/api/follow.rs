@@ -4,10 +4,12 @@ use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::error::Error as _;
 use std::io::ErrorKind;
+use std::net::IpAddr;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant, SystemTime};
 
 use futures::StreamExt as _;
+use ipvs_proxy_core::model::Change;
 use k8s_openapi::api::core::v1::{Node, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::api::{ListParams, WatchEvent, WatchParams};
@@ -36,6 +38,9 @@ const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// Objects that are told together.
 const TOGETHER: usize = 256;
+/// How often the API server's name is looked up, and how many of its addresses are remembered.
+const RESOLVE_AGAIN: Duration = Duration::from_secs(30);
+const MOST_ADDRESSES: usize = 64;
 /// How often the files behind a client are looked at.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
@@ -51,6 +56,7 @@ pub async fn follow(access: &Access, node_name: &str, sender: &SyncSender<Event>
                 told.clear();
                 let ended = tokio::select! {
                     ended = follow_all(&client, access, node_name, sender, &mut known) => ended,
+                    () = tell_addresses(&server, sender) => Ended::Nobody,
                     () = changed(access, fingerprint) => {
                         info!("credentials or the API server's address changed: connecting anew");
                         Ended::Unknown
@@ -81,6 +87,34 @@ pub async fn follow(access: &Access, node_name: &str, sender: &SyncSender<Event>
 async fn changed(access: &Access, fingerprint: u64) {
     while access.fingerprint() == fingerprint {
         tokio::time::sleep(LOOK_AGAIN).await;
+    }
+}
+
+/// Tells the addresses of the API server, again when its name leads elsewhere, until nobody listens any more.
+async fn tell_addresses(server: &str, sender: &SyncSender<Event>) {
+    let uri: hyper::Uri = server.parse().unwrap_or_default();
+    let host = uri.host().unwrap_or_default();
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let mut known = BTreeSet::new();
+    loop {
+        let found = tokio::net::lookup_host((host, 0)).await;
+        let found: BTreeSet<IpAddr> = found.into_iter().flatten().map(|a| a.ip()).collect();
+        // One that is not named any more may still be connected to.
+        if !found.is_subset(&known) {
+            if known.len() > MOST_ADDRESSES {
+                known.clear();
+            }
+            known.extend(found);
+            let change = Change::Needed("API server".into(), known.clone());
+            let news = News {
+                changes: vec![change],
+                ..News::default()
+            };
+            if sender.send(Event::Api(ApiEvent::News(news))).is_err() {
+                return;
+            }
+        }
+        tokio::time::sleep(RESOLVE_AGAIN).await;
     }
 }
 

@@ -202,8 +202,8 @@ impl<D: Dataplane> Controller<D> {
             Err(error) => warn!(%error, "deadlines of drains could not be read; they begin anew"),
         }
         self.list_addresses();
-        self.look_around();
         self.rescan();
+        self.look_around();
         loop {
             self.work();
             self.keep_drains();

@@ -165,7 +165,7 @@ fn ten_thousand_services_and_one_change() {
         ..port.clone()
     });
     giant.ports.extend(ports);
-    let external = |n| std::net::Ipv4Addr::from(0xc612_0000 + n).into();
+    let external = |n: u32| std::net::IpAddr::from(std::net::Ipv4Addr::from(0xc612_0000 + n));
     giant.external_ips.extend((0..1000).map(external));
     let mut endpoints = slice(1, 1000);
     let target = endpoints.ports.remove(0);

@@ -434,7 +434,39 @@ fn share() -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::in_a_line;
+    use std::sync::mpsc::sync_channel;
+
+    use super::*;
+
+    /// Whatever form the URL has: what the server's name stands for is told, before it is ever reached.
+    #[test]
+    fn the_addresses_of_the_api_server_are_told() {
+        let runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = { runtime }.enable_all().build().unwrap();
+        for (server, address) in [
+            ("https://192.0.2.1:6443/", "192.0.2.1"),
+            ("https://[2001:db8::1]:6443/", "2001:db8::1"),
+            ("https://192.0.2.1/path", "192.0.2.1"),
+            ("https://localhost:6443/", "127.0.0.1"),
+        ] {
+            let (sender, events) = sync_channel(4);
+            let told = tell_addresses(server, &sender);
+            let waited = runtime
+                .block_on(async { tokio::time::timeout(Duration::from_millis(500), told).await });
+            assert!(waited.is_err(), "it goes on looking");
+            let Ok(Event::Api(ApiEvent::News(news))) = events.try_recv() else {
+                panic!("{server}: nothing was told");
+            };
+            let [Change::Needed(by, addresses)] = &*news.changes else {
+                panic!("{:?}", news.changes);
+            };
+            assert_eq!(&**by, "API server");
+            assert!(
+                addresses.contains(&address.parse().unwrap()),
+                "{addresses:?}"
+            );
+        }
+    }
 
     #[test]
     fn what_others_wrote_is_one_short_line() {

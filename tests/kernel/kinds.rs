@@ -15,6 +15,7 @@ mod addresses;
 mod drains;
 mod flows;
 mod privilege;
+mod refused;
 mod sctp;
 mod sysctls;
 mod udp;

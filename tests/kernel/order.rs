@@ -48,7 +48,11 @@ fn last(changes: &[Change]) -> Vec<Change> {
         let name = match change {
             Change::Service(name, _) => format!("service {name}"),
             Change::Slice(name, _) => format!("slice {name}"),
-            Change::Node(_) | Change::NodeAddresses(_) | Change::PodCidrs(_) => String::new(),
+            Change::Needed(by, _) => by.to_string(),
+            Change::Node(_)
+            | Change::NodeAddresses(_)
+            | Change::PodCidrs(_)
+            | Change::Listeners(_) => String::new(),
         };
         last.insert(name, change.clone());
     }

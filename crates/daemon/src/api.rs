@@ -13,6 +13,7 @@ mod bounded;
 mod counting;
 mod follow;
 mod sent;
+mod server;
 mod told;
 
 use std::time::SystemTime;

@@ -192,8 +192,6 @@ pub struct Run {
 pub struct Others {
     #[arg(long, hide = true, value_name = "MODE")]
     pub proxy_mode: Option<String>,
-    #[arg(long, hide = true, value_parser = gate, value_name = "NAME=true,…", value_delimiter = ',')]
-    pub feature_gates: Option<Vec<Option<(String, bool)>>>,
     #[arg(
         long,
         hide = true,
@@ -356,6 +354,10 @@ impl Run {
             shape.nodeport_addresses.as_deref(),
         );
 
+        let gates = shape.feature_gates.iter().flatten().flatten();
+        c.feature_gates
+            .extend(gates.map(|(name, on)| (name.clone(), *on)));
+
         set(&mut c.client_connection.kubeconfig, &self.kubeconfig);
         set(&mut c.hostname_override, &self.node_name);
         set_time(&mut c.ipvs.sync_period, &self.sync_period);
@@ -424,9 +426,6 @@ impl Others {
         set(&mut c.mode, &self.proxy_mode);
         set(&mut c.client_connection.qps, &self.kube_api_qps);
         set(&mut c.client_connection.burst, &self.kube_api_burst);
-        let gates = self.feature_gates.iter().flatten().flatten();
-        c.feature_gates
-            .extend(gates.map(|(name, on)| (name.clone(), *on)));
         set(
             &mut c.client_connection.content_type,
             &self.kube_api_content_type,
@@ -597,6 +596,33 @@ pub struct Shape {
     /// Service's annotation ipvs-proxy.io/drain-timeout goes before
     #[arg(long, value_name = "TIME|now")]
     pub drain_timeout: Option<String>,
+    /// Which externalIPs of Services are served: allow (if not given), deny, or those in networks
+    #[arg(long, value_name = "allow|deny|CIDR,…", value_delimiter = ',')]
+    pub external_ips: Option<Vec<String>>,
+    /// Which addresses of load balancers are served: allow (if not given), deny, or those in networks
+    #[arg(long, value_name = "allow|deny|CIDR,…", value_delimiter = ',')]
+    pub load_balancer_ips: Option<Vec<String>>,
+    /// Where an address of the node is an external IP or a load balancer's, ports on which the node
+    /// listens stay its own; true if not given
+    #[arg(
+        long,
+        value_name = "true|false",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_parser = boolean
+    )]
+    pub keep_node_listeners: Option<bool>,
+    /// The most virtual servers of one Service, 0 for no bound; 5000 if not given
+    #[arg(long, value_name = "NUMBER")]
+    pub max_virtual_servers_per_service: Option<usize>,
+    /// The most real servers of one Service, counted for each virtual server, 0 for no bound; 100000 if
+    /// not given
+    #[arg(long, value_name = "NUMBER")]
+    pub max_real_servers_per_service: Option<usize>,
+    /// Feature gates of kube-proxy; AllowServiceExternalIPs=false is --external-ips=deny
+    #[arg(long, value_parser = gate, value_name = "NAME=true,…", value_delimiter = ',')]
+    pub feature_gates: Option<Vec<Option<(String, bool)>>>,
     /// Where node ports are served: networks, or the words primary, localhost, all
     #[arg(long, value_name = "CIDR|WORD,…", value_delimiter = ',')]
     pub nodeport_addresses: Option<Vec<String>>,

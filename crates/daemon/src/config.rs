@@ -19,6 +19,7 @@ use crate::cli::{Drift, LogFormat, Run};
 mod check;
 mod duration;
 pub(crate) mod file;
+mod gates;
 #[cfg(test)]
 mod tests;
 

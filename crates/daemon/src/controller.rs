@@ -36,6 +36,7 @@ use crate::manifests::Source;
 use crate::metrics::families_of;
 use crate::report::{Reports, Topic, say};
 use crate::serve::{Status, unusable};
+use crate::surroundings::Surroundings;
 
 /// What wakes the loop.
 #[derive(Debug)]
@@ -118,6 +119,8 @@ pub struct Settings {
     pub drains: Option<Drains>,
     /// What is told of the loop over HTTP.
     pub status: Arc<Status>,
+    /// What no Service takes.
+    pub surroundings: Surroundings,
     /// Where Events go; `None` without an API server.
     pub findings: Option<mpsc::Sender<Finding>>,
 }
@@ -295,6 +298,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         }
         self.list_addresses();
         self.rescan();
+        self.look_around();
     }
 
     fn now(&self) -> Instant {
@@ -331,6 +335,20 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         more || self.audit.is_some() || std::mem::take(&mut self.again)
     }
 
+    /// Looks at what no Service takes.
+    fn look_around(&mut self) {
+        let changes = self.settings.surroundings.look(self.now());
+        changes.into_iter().for_each(|c| self.planner.apply(c));
+        self.free_needed();
+    }
+
+    /// As long as the objects are not known, takes back what keeps the node from hearing of them.
+    fn free_needed(&mut self) {
+        if !self.objects.is_complete() {
+            self.settings.surroundings.free(&mut self.kernel);
+        }
+    }
+
     /// How long there is nothing to do without news.
     fn wait(&self) -> Duration {
         let now = self.now();
@@ -362,6 +380,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
     fn apply(&mut self, changes: Vec<Change>) {
         let told = self.planner.pod_cidrs().to_vec();
         for change in changes {
+            self.settings.surroundings.note(&change);
             // Addresses that a flag names are the last word.
             let of_flag = !self.settings.follow_addresses && matches!(change, Change::Node(_));
             if !of_flag {
@@ -403,6 +422,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         match event {
             ApiEvent::News(news) => self.note_news(news),
             ApiEvent::Failed(kind, error) => {
+                self.free_needed();
                 let resource = kind.resource();
                 let before = self.settings.status.followed(kind, Err(&error));
                 // The same again each half minute would hide all else.
@@ -437,7 +457,11 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         let complete = self.objects.is_complete();
         let status = &self.settings.status;
         status.queued(&news.changes, news.triggers, complete);
+        let needed = news.changes.iter().any(|c| matches!(c, Change::Needed(..)));
         self.apply(news.changes);
+        if needed {
+            self.free_needed();
+        }
         if let (Objects::Api(listed), Some(kind)) = (&mut self.objects, news.listed) {
             let first = listed.insert(kind);
             let awaits_node = self.planner.awaits_pod_cidrs() && !listed.contains(&Kind::Node);
@@ -548,6 +572,11 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         self.settings.status.metrics.conflicts.inc_by(number);
         self.reports.conflicts(conflicts, now);
         self.reports.takeovers(self.planner.take_takeovers(), now);
+        for refused in self.planner.take_refused() {
+            self.settings.status.metrics.refused(refused.cause);
+            self.reports.not_served(&refused, now);
+            self.settings.find(|| Finding::from(&refused));
+        }
         for (server, error) in &step.unseen {
             let say = self.reports.about(Topic::Drain, "", &error.0, now);
             say!(say, warn, %server, %error, "connections could not be read");
@@ -758,6 +787,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             self.set_sysctls();
             self.look_at_ports();
             self.list_addresses();
+            self.look_around();
             self.planner.begin_reading();
         }
         let mut audit = self.audit.take().unwrap_or_default();

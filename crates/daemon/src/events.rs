@@ -17,6 +17,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::{Duration, Instant};
 
+use ipvs_proxy_core::guard::{Cause, Refused};
 use ipvs_proxy_core::model::ObjectName;
 use ipvs_proxy_core::planner::Conflict;
 
@@ -50,6 +51,10 @@ pub enum Reason {
     InvalidField,
     /// Another Service has the VIP and port.
     AddressConflict,
+    /// An address that is somebody else's, or that is not allowed.
+    AddressRefused,
+    /// The Service has more virtual or real servers than a Service may have.
+    TooLarge,
     /// The kernel refuses what the object needs, for a minute or longer.
     FailedToProgram,
     /// A sysctl is not as it must be and can't be set.
@@ -71,14 +76,23 @@ impl fmt::Display for Reason {
 impl Reason {
     /// Whether every node finds it alike.
     fn is_everywhere(self) -> bool {
-        matches!(self, Reason::InvalidField | Reason::AddressConflict)
+        matches!(
+            self,
+            Reason::InvalidField
+                | Reason::AddressConflict
+                | Reason::AddressRefused
+                | Reason::TooLarge
+        )
     }
 
     /// What was done or not done, as the API wants it.
     fn action(self) -> &'static str {
         match self {
             Reason::Starting => "Start",
-            Reason::InvalidField | Reason::AddressConflict => "IgnoreField",
+            Reason::InvalidField
+            | Reason::AddressConflict
+            | Reason::AddressRefused
+            | Reason::TooLarge => "IgnoreField",
             Reason::FailedToProgram => "ProgramKernel",
             Reason::FailedToSetSysctl => "SetSysctl",
             Reason::FailedToReadKernel => "ReadKernel",
@@ -155,6 +169,20 @@ impl From<&Conflict> for Finding {
             note: conflict.to_string(),
             // A Service may claim a thousand of them.
             cause: conflict.winner.to_string(),
+        }
+    }
+}
+
+impl From<&Refused> for Finding {
+    fn from(refused: &Refused) -> Finding {
+        Finding {
+            object: Object::Service(refused.service.clone()),
+            reason: match refused.cause {
+                Cause::VirtualServers(_) | Cause::RealServers(_) => Reason::TooLarge,
+                _ => Reason::AddressRefused,
+            },
+            note: refused.to_string(),
+            cause: format!("{} {}", refused.cause.name(), refused.first),
         }
     }
 }

@@ -7,6 +7,7 @@
 //! - [`drains`]: the deadlines of drains, kept over a restart
 //! - [`findings`]: what the log says of drift and of drains
 //! - [`report`]: what the log says of objects, and how much of it
+//! - [`surroundings`]: addresses and ports that no Service takes
 //! - [`place`]: the folder under /run
 //! - [`cleanup`]: removes all that is ours
 //! - [`plan`]: the dry run
@@ -48,6 +49,7 @@ pub mod plan;
 pub mod report;
 pub mod run;
 pub mod serve;
+pub mod surroundings;
 pub mod translate;
 
 /// Writes a line to stderr. That nobody can read it is no reason to end.

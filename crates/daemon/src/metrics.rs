@@ -13,6 +13,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ipset_rs::{SetName, SetType};
 use ipvs_netlink::VirtualServerKey;
+use ipvs_proxy_core::guard::Cause;
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::op::{FailureKind, Op, Outcome};
 use ipvs_proxy_core::state::{Key, Set, State};
@@ -102,6 +103,7 @@ pub struct Metrics {
     pub(crate) forgotten_flows: Counter,
     pub(crate) forget_failures: Counter,
     drift: Counters<1>,
+    refused: Counters<1>,
     set_max_entries: OfSet,
     set_entries: OfSet,
     virtual_servers: Gauges<1>,
@@ -324,6 +326,12 @@ impl Metrics {
                 Counter::default(),
             ),
             drift,
+            refused: add(
+                r,
+                "refused_addresses",
+                "Times that a part of a Service was found that is not served, by cause",
+                Counters::default(),
+            ),
             virtual_servers: add(
                 r,
                 "virtual_servers",
@@ -414,7 +422,11 @@ impl Metrics {
                 slice.as_ref().map(|slice| slice.family),
             ),
             Change::Service(..) => (&self.service_changes, &self.service_changes_pending, None),
-            Change::Node(_) | Change::NodeAddresses(_) | Change::PodCidrs(_) => return,
+            Change::Node(_)
+            | Change::NodeAddresses(_)
+            | Change::PodCidrs(_)
+            | Change::Needed(..)
+            | Change::Listeners(_) => return,
         };
         let now = unix(SystemTime::now());
         for family in &self.families {
@@ -579,6 +591,11 @@ impl Metrics {
         self.drift
             .get_or_create(&[("action", action)])
             .inc_by(things);
+    }
+
+    /// A part of a Service is not served.
+    pub(crate) fn refused(&self, cause: Cause) {
+        self.refused.get_or_create(&[("cause", cause.name())]).inc();
     }
 
     /// /healthz, or /livez, was answered.

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
+use std::time::Instant;
 
 use ipset_rs::{SetSpec, SetType};
 use ipvs_netlink::{RealServer, VirtualServer, VirtualServerKey};
@@ -19,6 +20,7 @@ use crate::config;
 use crate::findings::NO_POD_CIDRS;
 use crate::inspect;
 use crate::manifests::{Problem, Source};
+use crate::surroundings::Surroundings;
 
 /// What `plan` has to say.
 #[derive(Debug)]
@@ -92,8 +94,13 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
             .map_err(|error| Causes(&error).to_string())?;
         planner.apply(Change::NodeAddresses(addresses));
     }
+    if live.is_some() {
+        let changes = Surroundings::default().look(Instant::now());
+        changes.into_iter().for_each(|c| planner.apply(c));
+    }
     let state = planner.desired();
     problems.extend(planner.take_conflicts().iter().map(ToString::to_string));
+    problems.extend(planner.take_refused().iter().map(ToString::to_string));
     if let Some(kernel) = &mut live {
         let read = kernel
             .read(&State::new())

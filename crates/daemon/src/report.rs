@@ -45,6 +45,8 @@ pub enum Topic {
     Refused,
     /// A file of manifests.
     Manifest,
+    /// What a Service asks for and can't have.
+    NotServed,
     /// A VIP and port that an older Service has.
     Conflict,
     /// A VIP and port that went to another Service.
@@ -66,6 +68,7 @@ impl Topic {
         match self {
             Topic::Refused => "refused",
             Topic::Manifest => "manifest",
+            Topic::NotServed => "not_served",
             Topic::Conflict => "conflict",
             Topic::Takeover => "takeover",
             Topic::Failed => "failed",

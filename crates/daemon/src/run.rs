@@ -33,6 +33,7 @@ use crate::init;
 use crate::manifests::{self, Source};
 use crate::place::{LockError, Place};
 use crate::serve::{self, Listen, Status};
+use crate::surroundings::Surroundings;
 
 /// Runs until SIGTERM or SIGINT. The kernel's state stays in place.
 ///
@@ -148,6 +149,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         drift: settings.drift,
         drains: place.map(|place| Drains::new(&place.file("drains.json"))),
         status,
+        surroundings: Surroundings::default(),
         findings,
     };
     info!(

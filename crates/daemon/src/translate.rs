@@ -481,10 +481,10 @@ fn load_balancer_ips(service: &Service, refusals: &mut Refusals) -> Vec<IpAddr> 
     addresses
 }
 
-/// An address from outside of the cluster. A loopback address may be one: it is never bound.
+/// An address from outside of the cluster.
 fn outside_vip(text: &str, field: impl Fn() -> String, refusals: &mut Refusals) -> Option<IpAddr> {
     let address = refusals.address(&field, text)?;
-    match no_vip(address).filter(|_| !address.is_loopback()) {
+    match no_endpoint(address) {
         Some(what) => {
             refusals.text(field(), text, format!("is {what}, which can't be a VIP"));
             None
@@ -508,7 +508,7 @@ fn no_vip(address: IpAddr) -> Option<&'static str> {
     }
 }
 
-/// Why an address can't be an endpoint; `ValidateEndpointIP` of Kubernetes.
+/// Why an address can't be an endpoint (`ValidateEndpointIP` of Kubernetes), nor come from outside of the cluster.
 fn no_endpoint(address: IpAddr) -> Option<&'static str> {
     let link_local = match address {
         IpAddr::V4(address) => address.is_link_local(),

@@ -46,6 +46,7 @@ pub mod modules;
 pub mod notices;
 mod outcomes;
 pub mod ports;
+pub mod routers;
 mod rules;
 pub mod sysctl;
 pub mod timeouts;

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::guard::Guard;
 use crate::model::{ObjectName, Service, Slice};
 
 /// Services and slices as last heard. Slices may come before their Service, and stay after it.
@@ -12,6 +13,7 @@ pub(crate) struct Cluster {
     slices: BTreeMap<ObjectName, BTreeMap<ObjectName, Slice>>,
     /// The Service that each slice belonged to when last heard.
     owners: BTreeMap<ObjectName, ObjectName>,
+    pub(crate) guard: Guard,
 }
 
 impl Cluster {
@@ -21,6 +23,8 @@ impl Cluster {
         name: ObjectName,
         service: Option<Service>,
     ) -> BTreeSet<ObjectName> {
+        let old = self.services.get(&name);
+        self.guard.note_service(&name, old, service.as_ref());
         let changed = match service {
             Some(service) => {
                 let same = self.services.get(&name) == Some(&service);
@@ -41,7 +45,8 @@ impl Cluster {
         {
             self.owners.remove(&name);
             if let Some(slices) = self.slices.get_mut(&old) {
-                slices.remove(&name);
+                let gone = slices.remove(&name);
+                touched.extend(self.guard.note_slice(gone.as_ref(), None));
                 if slices.is_empty() {
                     self.slices.remove(&old);
                 }
@@ -52,6 +57,8 @@ impl Cluster {
             let known = self.slices.entry(owner.clone()).or_default();
             if known.get(&name) != Some(&slice) {
                 touched.insert(owner.clone());
+                let old = known.get(&name);
+                touched.extend(self.guard.note_slice(old, Some(&slice)));
                 known.insert(name.clone(), slice);
                 self.owners.insert(name, owner);
             }

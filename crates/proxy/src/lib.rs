@@ -10,6 +10,7 @@
 //! |---|---|
 //! | [`model`] | what the cluster says, compact |
 //! | [`plan`] | what one Service needs: the one place that says so |
+//! | [`guard`] | which addresses a Service may have, and what of it is left out |
 //! | [`rules`] | the constant iptables rules |
 //! | [`state`] | keys and values: what a kernel holds |
 //! | [`op`] | one change, its outcome, and the [`op::Dataplane`] that carries it out |
@@ -29,6 +30,7 @@
 
 mod cluster;
 mod endpoints;
+pub mod guard;
 pub mod memory;
 pub mod model;
 pub mod op;

@@ -11,6 +11,8 @@ use std::time::Duration;
 use ipnet::IpNet;
 use ipvs_proxy_netlink::{Family, Protocol};
 
+use crate::guard::Listener;
+
 /// Namespace and name of an object. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ObjectName {
@@ -28,6 +30,14 @@ impl ObjectName {
             namespace: namespace.into(),
             name: name.into(),
         }
+    }
+}
+
+impl ObjectName {
+    /// The Service of the API server itself, `default/kubernetes`.
+    #[must_use]
+    pub fn is_api_server(&self) -> bool {
+        &*self.namespace == "default" && &*self.name == "kubernetes"
     }
 }
 
@@ -227,4 +237,9 @@ pub enum Change {
     /// The networks of this node's pods (`spec.podCIDRs`), which count where the configuration says
     /// so. None are no word: those told before stay.
     PodCidrs(Vec<IpNet>),
+    /// All addresses of one kind, or of one other node, that this node needs in order to work and to hear of any change: of the
+    /// API server, of other nodes, of routers and resolvers. None of them is taken by a Service.
+    Needed(Arc<str>, BTreeSet<IpAddr>),
+    /// Where processes of this node listen.
+    Listeners(BTreeSet<Listener>),
 }

@@ -1,5 +1,6 @@
 //! What one Service needs in the kernel of one node: the one place that says so.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -11,7 +12,10 @@ use ipvs_netlink::{
 use ipvs_proxy_netlink::{Family, Protocol};
 
 use crate::endpoints;
-use crate::model::{DrainTimeout, Node, NodePortAddresses, Service, ServicePort, Slice};
+use crate::guard::{Allowed, Cause, Guard, Refused};
+use crate::model::{
+    DrainTimeout, Node, NodePortAddresses, ObjectName, Service, ServicePort, Slice,
+};
 use crate::rules;
 use crate::state::{Key, Role, Set, State, Value};
 
@@ -44,6 +48,16 @@ pub struct Config {
     /// Virtual servers on addresses of these networks are never removed, nor are their real servers
     /// while no Service has the virtual server (`--ipvs-exclude-cidrs`).
     pub exclude_cidrs: Vec<IpNet>,
+    /// Which external IPs are served.
+    pub external_ips: Allowed,
+    /// Which addresses of load balancers are served.
+    pub load_balancer_ips: Allowed,
+    /// A port of the node on which a process listens is not given to an external IP or load balancer that is the node's address.
+    pub keep_node_listeners: bool,
+    /// How many virtual servers a Service may have; zero for no bound.
+    pub max_virtual_servers: usize,
+    /// How many real servers a Service may have, counted for each virtual server; zero for no bound.
+    pub max_real_servers: usize,
 }
 
 impl Default for Config {
@@ -61,6 +75,11 @@ impl Default for Config {
             drain_timeout: DrainTimeout::Unlimited,
             random_fully: true,
             exclude_cidrs: Vec::new(),
+            external_ips: Allowed::All,
+            load_balancer_ips: Allowed::All,
+            keep_node_listeners: true,
+            max_virtual_servers: 5_000,
+            max_real_servers: 100_000,
         }
     }
 }
@@ -79,54 +98,145 @@ pub fn base(config: &Config) -> State {
     state
 }
 
-/// What a Service needs, given all its slices. Sorted by key, each key once.
-#[must_use]
-pub fn plan<'a>(
+/// What one Service needs, and what of it is left out.
+pub(crate) struct ServicePlan {
+    /// Sorted by key, each key once.
+    pub(crate) items: Vec<(Key, Value)>,
+    pub(crate) refused: Vec<Refused>,
+}
+
+/// What a Service needs, given all its slices: the ClusterIPs first, then node ports, load balancers' addresses and external IPs,
+/// as much as [`Config::max_virtual_servers`] and [`Config::max_real_servers`] leave room for. Nothing grows with what does not fit.
+pub(crate) fn plan<'a>(
+    name: &ObjectName,
     service: &Service,
     slices: impl Iterator<Item = &'a Slice> + Clone,
     node: &Node,
+    guard: &Guard,
     config: &Config,
-) -> Vec<(Key, Value)> {
+) -> ServicePlan {
     let mut plan = Plan {
         config,
         service,
         node,
+        guard,
+        room: Room::new(config),
+        made: BTreeSet::new(),
         items: Vec::new(),
+        refused: BTreeMap::new(),
     };
+    let mut served: Vec<(Family, &ServicePort, Vec<RealServerKey>)> = Vec::new();
     for cluster_ip in &service.cluster_ips {
         let family = Family::of(*cluster_ip);
         if !config.families.contains(&family) {
             continue;
         }
-        for port in &service.ports {
+        for (n, port) in service.ports.iter().enumerate() {
+            if let Some(cause) = plan.room.lacks() {
+                let key = virtual_server_key(*cluster_ip, port.port, port.protocol);
+                plan.refuse(cause, || key.to_string(), service.ports.len() - n);
+                break;
+            }
             let all = endpoints::of_port(slices.clone(), port, family);
+            plan.room.look(all.len());
             for (key, _) in all.iter().filter(|(_, endpoint)| endpoint.local) {
                 let entry = Entry::IpPortIp(key.address, port.protocol, key.port, key.address);
                 plan.entry(family, Role::LoopBack, entry);
             }
             let servers = endpoints::serving(&all);
             plan.vip(Role::ClusterIp, *cluster_ip, port, &servers);
-            for (role, vips) in [
-                (Role::ExternalIp, &service.external_ips),
-                (Role::LoadBalancer, &service.load_balancer_ips),
-            ] {
-                for vip in vips.iter().filter(|vip| Family::of(**vip) == family) {
-                    plan.vip(role, *vip, port, &servers);
+            served.push((family, port, servers));
+        }
+    }
+    plan.node_ports(&served);
+    for (role, field, vips) in [
+        (
+            Role::LoadBalancer,
+            "status.loadBalancer.ingress",
+            &service.load_balancer_ips,
+        ),
+        (Role::ExternalIp, "spec.externalIPs", &service.external_ips),
+    ] {
+        let mut seen = BTreeSet::new();
+        for vip in vips {
+            let ports = || served.iter().filter(|(f, ..)| *f == Family::of(*vip));
+            let Some((_, first, _)) = ports().next().filter(|_| seen.insert(*vip)) else {
+                continue;
+            };
+            if let Some(cause) = guard.refuses(role, *vip, node, config) {
+                plan.refuse(cause, || format!("{field} {vip}"), 1);
+            } else if let Some(cause) = plan.room.lacks() {
+                let key = virtual_server_key(*vip, first.port, first.protocol);
+                plan.refuse(cause, || key.to_string(), ports().count());
+            } else {
+                for (_, port, servers) in ports() {
+                    plan.vip(role, *vip, port, servers);
                 }
             }
-            plan.node_port(family, port, &servers);
         }
     }
     plan.items.sort_by_key(|(key, _)| *key);
     plan.items.dedup_by_key(|(key, _)| *key);
-    plan.items
+    let refused = plan.refused.into_iter();
+    let refused = refused.map(|(cause, (first, count))| Refused {
+        service: name.clone(),
+        cause,
+        first,
+        count,
+    });
+    ServicePlan {
+        items: plan.items,
+        refused: refused.collect(),
+    }
+}
+
+/// How much more a Service may have.
+struct Room {
+    virtual_servers: usize,
+    real_servers: usize,
+    /// Endpoints that may be looked at: one that is not ready costs time, too.
+    looks: usize,
+    most: (usize, usize),
+}
+
+impl Room {
+    fn new(config: &Config) -> Room {
+        let bound = |most| if most == 0 { usize::MAX } else { most };
+        let real_servers = bound(config.max_real_servers);
+        Room {
+            virtual_servers: bound(config.max_virtual_servers),
+            real_servers,
+            looks: real_servers.saturating_mul(4),
+            most: (config.max_virtual_servers, config.max_real_servers),
+        }
+    }
+
+    /// Why there is no room for any more.
+    fn lacks(&self) -> Option<Cause> {
+        if self.virtual_servers == 0 {
+            Some(Cause::VirtualServers(self.most.0))
+        } else if self.real_servers == 0 || self.looks == 0 {
+            Some(Cause::RealServers(self.most.1))
+        } else {
+            None
+        }
+    }
+
+    fn look(&mut self, endpoints: usize) {
+        self.looks = self.looks.saturating_sub(endpoints);
+    }
 }
 
 struct Plan<'a> {
     config: &'a Config,
     service: &'a Service,
     node: &'a Node,
+    guard: &'a Guard,
+    room: Room,
+    made: BTreeSet<VirtualServerKey>,
     items: Vec<(Key, Value)>,
+    /// The first thing that was left out for a cause, and how many there are.
+    refused: BTreeMap<Cause, (String, usize)>,
 }
 
 impl Plan<'_> {
@@ -135,15 +245,30 @@ impl Plan<'_> {
             .push((Key::Entry(Set { family, role }, entry), Value::Present));
     }
 
-    /// A VIP of this role. One that is an address of the node already, or of its loopback, is not
-    /// bound to the link: the node keeps it when the Service goes, and keeps its other ports.
+    fn refuse(&mut self, cause: Cause, first: impl FnOnce() -> String, count: usize) {
+        let refused = self.refused.entry(cause).or_insert_with(|| (first(), 0));
+        refused.1 = refused.1.saturating_add(count);
+    }
+
+    /// A VIP of this role. One that is an address of the node already is not bound to the link: the node keeps it when the Service
+    /// goes, and keeps its other ports, and those on which it listens.
     fn vip(&mut self, role: Role, address: IpAddr, port: &ServicePort, servers: &[RealServerKey]) {
         let family = Family::of(address);
         let entry = Entry::IpPort(address, port.protocol, port.port);
+        let of_node = self.node.addresses.contains(&address);
+        if of_node
+            && role != Role::ClusterIp
+            && self.config.keep_node_listeners
+            && self.guard.listens(port.protocol, address, port.port)
+        {
+            let key = virtual_server_key(address, port.port, port.protocol);
+            return self.refuse(Cause::Listener, || key.to_string(), 1);
+        }
+        if !self.virtual_server(address, port.port, port.protocol, servers) {
+            return;
+        }
         self.entry(family, role, entry);
-        self.virtual_server(address, port.port, port.protocol, servers);
-        let elsewhere = self.node.addresses.contains(&address) || address.is_loopback();
-        if elsewhere {
+        if of_node {
             self.entry(family, Role::Owned, entry);
             return;
         }
@@ -156,37 +281,58 @@ impl Plan<'_> {
         }
     }
 
-    /// The port on each address of the node that serves node ports.
-    fn node_port(&mut self, family: Family, port: &ServicePort, servers: &[RealServerKey]) {
-        let Some(number) = port.node_port else { return };
+    /// The node ports on each address of the node that serves them.
+    fn node_ports(&mut self, served: &[(Family, &ServicePort, Vec<RealServerKey>)]) {
         let selected = &self.config.node_port_addresses;
-        let addresses = self.node.addresses.iter().filter(|address| {
-            Family::of(**address) == family && selected.select(**address, self.node)
-        });
-        for address in addresses {
-            let entry = Entry::IpPort(*address, port.protocol, number);
-            match port.protocol {
-                Protocol::Tcp => self.entry(family, Role::NodePortTcp, Entry::Port(number)),
-                Protocol::Udp => self.entry(family, Role::NodePortUdp, Entry::Port(number)),
-                _ => self.entry(family, Role::NodePortSctp, entry),
+        let node = self.node;
+        let addresses = node.addresses.iter();
+        let addresses: Vec<IpAddr> = addresses
+            .filter(|address| selected.select(**address, node))
+            .copied()
+            .collect();
+        for (family, port, servers) in served {
+            let Some(number) = port.node_port else {
+                continue;
+            };
+            for address in addresses.iter().filter(|a| Family::of(**a) == *family) {
+                if !self.virtual_server(*address, number, port.protocol, servers) {
+                    continue;
+                }
+                let entry = Entry::IpPort(*address, port.protocol, number);
+                match port.protocol {
+                    Protocol::Tcp => self.entry(*family, Role::NodePortTcp, Entry::Port(number)),
+                    Protocol::Udp => self.entry(*family, Role::NodePortUdp, Entry::Port(number)),
+                    _ => self.entry(*family, Role::NodePortSctp, entry),
+                }
+                self.entry(*family, Role::Owned, entry);
             }
-            self.entry(family, Role::Owned, entry);
-            self.virtual_server(*address, number, port.protocol, servers);
         }
     }
 
+    /// A virtual server with as many of these real servers as there is room for; whether there is room for it.
     fn virtual_server(
         &mut self,
         address: IpAddr,
         port: u16,
         protocol: Protocol,
         servers: &[RealServerKey],
-    ) {
-        let key = VirtualServerKey::Address {
-            address,
-            port,
-            protocol,
-        };
+    ) -> bool {
+        let key = virtual_server_key(address, port, protocol);
+        if self.made.contains(&key) {
+            return true;
+        }
+        if let Some(cause) = self.room.lacks() {
+            self.refuse(cause, || key.to_string(), 1);
+            return false;
+        }
+        let fitting = servers.get(..self.room.real_servers).unwrap_or(servers);
+        if fitting.len() < servers.len() {
+            let cause = Cause::RealServers(self.room.most.1);
+            self.refuse(cause, || format!("a part of {key}"), 1);
+        }
+        self.room.virtual_servers -= 1;
+        self.room.real_servers -= fitting.len();
+        self.made.insert(key);
         let server = VirtualServer {
             key,
             scheduler: self.config.scheduler,
@@ -206,10 +352,19 @@ impl Plan<'_> {
             Value::VirtualServer(Arc::new(server)),
         ));
         self.items.extend(
-            servers
+            fitting
                 .iter()
                 .map(|s| (Key::RealServer(key, *s), Value::RealServer(1))),
         );
+        true
+    }
+}
+
+fn virtual_server_key(address: IpAddr, port: u16, protocol: Protocol) -> VirtualServerKey {
+    VirtualServerKey::Address {
+        address,
+        port,
+        protocol,
     }
 }
 

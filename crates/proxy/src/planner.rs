@@ -31,6 +31,7 @@ mod failures;
 mod order;
 mod pending;
 mod reading;
+mod refusals;
 mod servers;
 
 pub use claims::{Conflict, Takeover};
@@ -41,6 +42,7 @@ use drains::{Drains, is_udp};
 use failures::Failures;
 use order::{Phase, phase, quiesces};
 use pending::Pending;
+use refusals::Refusals;
 use servers::RealServers;
 
 /// The most that a round costs; most ops cost 1 ([`Planner::cost`]).
@@ -110,6 +112,7 @@ pub struct Planner {
     /// What the kernel holds and nobody claims, while not every source has listed: it stays.
     held: BTreeSet<Key>,
     conflicts: BTreeSet<Conflict>,
+    refusals: Refusals,
     /// By virtual server: the Service that had it and the one that has it now.
     takeovers: BTreeMap<VirtualServerKey, (ObjectName, ObjectName)>,
     /// Keys whose op was given out and has not ended.
@@ -152,6 +155,7 @@ impl Planner {
             stale: BTreeSet::new(),
             held: BTreeSet::new(),
             conflicts: BTreeSet::new(),
+            refusals: Refusals::default(),
             takeovers: BTreeMap::new(),
             started: BTreeSet::new(),
             unread: BTreeMap::new(),
@@ -210,8 +214,13 @@ impl Planner {
                 self.change_node(node)
             }
             Change::PodCidrs(networks) => {
+                let touched = self.cluster.guard.note_pod_cidrs(&networks);
                 self.change_pod_cidrs(networks);
-                BTreeSet::new()
+                touched
+            }
+            Change::Needed(by, addresses) => self.cluster.guard.note_needed(by, addresses),
+            Change::Listeners(listeners) => {
+                self.cluster.guard.note_listeners(listeners, &self.node)
             }
             Change::NodeAddresses(addresses) => {
                 let known = !addresses.is_empty();

@@ -152,6 +152,43 @@ fn ten_thousand_services_and_one_change() {
     );
     assert!(mib(planned) <= 25.0, "{:.1} MiB", mib(planned));
 
+    // One Service of 1,000 external IPs, 1,000 ports and 1,000 endpoints keeps what fits.
+    let mut planner = Planner::new(Config::default());
+    let mut giant = service(1);
+    let port = giant.ports.remove(0);
+    let ports = (1000..2000).map(|port_number| ServicePort {
+        name: format!("p{port_number}").into(),
+        port: port_number,
+        ..port.clone()
+    });
+    giant.ports.extend(ports);
+    let external = |n: u32| std::net::IpAddr::from(std::net::Ipv4Addr::from(0xc612_0000 + n));
+    giant.external_ips.extend((0..1000).map(external));
+    let mut endpoints = slice(1, 1000);
+    let target = endpoints.ports.remove(0);
+    endpoints
+        .ports
+        .extend(giant.ports.iter().map(|port| SlicePort {
+            name: port.name.clone(),
+            ..target.clone()
+        }));
+    planner.apply(Change::Service(name(1), Some(giant)));
+    planner.apply(Change::Slice(name(1), Some(endpoints)));
+    let region = Region::new(ALLOCATOR);
+    let started = Instant::now();
+    let ops = planner.next(started).len();
+    let refused = planner.take_refused();
+    let took = started.elapsed();
+    let change = region.change();
+    println!(
+        "a Service over its bounds: {:.1} MiB allocated, {:.1} MiB held, {took:?}, {ops} ops at first; {refused:?}",
+        mib(change.bytes_allocated as f64),
+        mib(held(change)),
+    );
+    assert_eq!(refused.len(), 1);
+    assert!(mib(change.bytes_allocated as f64) <= 128.0, "{change:?}");
+    drop(planner);
+
     let (small, large) = (one_endpoint(100), one_endpoint(10_000));
     println!("one endpoint, (allocations, bytes): {small:?} at 100 Services, {large:?} at 10,000");
     // Trees are a level deeper with a hundred times the keys.

@@ -17,6 +17,7 @@ use tracing::info;
 use super::backoff::Backoff;
 use super::bounded::TooLong;
 use super::sent::Sent;
+use super::server::tell_addresses;
 use super::told::Told;
 use super::{Access, ApiEvent, Followed, Kind, News};
 use crate::controller::Event;
@@ -49,6 +50,7 @@ pub async fn follow(access: &Access, node_name: &str, sender: &SyncSender<Event>
                 told.clear();
                 tokio::select! {
                     () = follow_all(&client, access, node_name, sender, &mut known) => return,
+                    () = tell_addresses(&server, sender) => return,
                     () = changed(access, fingerprint) => {
                         info!("credentials or the API server's address changed: connecting anew");
                     }

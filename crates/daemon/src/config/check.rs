@@ -5,13 +5,16 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use ipvs_netlink::{Scheduler, Timeouts};
+use ipvs_proxy_core::guard::Allowed;
 use ipvs_proxy_core::model::{DrainTimeout, NodePortAddresses};
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_netlink::Family;
 use serde_json::Value;
 
 use super::file::{Configuration, tree_of};
-use super::{Conntrack, Objects, Settings, format_duration, parse_drain_timeout, parse_duration};
+use super::{
+    Conntrack, Objects, Settings, format_duration, gates, parse_drain_timeout, parse_duration,
+};
 use crate::cli::{Drift, LogFormat, Run};
 use crate::translate::parse_address;
 
@@ -85,7 +88,7 @@ pub(super) const FLAGS: [(&str, &str); 44] = [
 const PACE: &str = "there is nothing to slow down: three watches, their lists in pages of 500, an Event in 10 s (10 at once)";
 
 /// Fields that say nothing here unless they are as nobody set them, and why.
-const NOT_APPLICABLE: [(&str, &str); 27] = [
+const NOT_APPLICABLE: [(&str, &str); 26] = [
     (
         "clientConnection.acceptContentTypes",
         "the API server is asked for JSON",
@@ -101,7 +104,6 @@ const NOT_APPLICABLE: [(&str, &str); 27] = [
         "changes are never listed again without a reason; the kernel is compared every ipvs.syncPeriod",
     ),
     ("enableProfiling", "there are no handlers for profiling"),
-    ("featureGates", "there are none of these"),
     ("iptables.localhostNodePorts", "it is for mode iptables"),
     ("iptables.minSyncPeriod", "it is for mode iptables"),
     ("iptables.syncPeriod", "it is for mode iptables"),
@@ -195,6 +197,7 @@ pub(super) fn check(
         verbosity: c.logging.verbosity,
     };
     check.not_applicable(c);
+    gates::check(c, |path, text| check.warn(path, text));
     match check.problems.is_empty() {
         true => Ok((settings, check.warnings)),
         false => Err(check.problems),
@@ -426,6 +429,15 @@ impl Check {
                 &format!("{:?} must be an IP address", c.bind_address),
             );
         }
+        let mut external_ips = self.allowed("--external-ips", flags.shape.external_ips.as_deref());
+        if gates::denies_external_ips(c) {
+            if external_ips != Allowed::All && external_ips != Allowed::Nothing {
+                let text = "gives way to the feature gate AllowServiceExternalIPs=false: no external IP is served";
+                self.warn("--external-ips", text);
+            }
+            external_ips = Allowed::Nothing;
+        }
+        let defaults = Config::default();
         let cluster_cidrs = self.cluster_cidrs(&c.cluster_cidr);
         let node_cidrs = c.detect_local_mode == "NodeCIDR";
         Config {
@@ -447,7 +459,37 @@ impl Check {
                 "ipvs.excludeCIDRs",
                 c.ipvs.exclude_cidrs.iter().map(String::as_str),
             ),
-            ..Config::default()
+            external_ips,
+            load_balancer_ips: self.allowed(
+                "--load-balancer-ips",
+                flags.shape.load_balancer_ips.as_deref(),
+            ),
+            keep_node_listeners: flags.shape.keep_node_listeners.unwrap_or(true),
+            max_virtual_servers: flags
+                .shape
+                .max_virtual_servers_per_service
+                .unwrap_or(defaults.max_virtual_servers),
+            max_real_servers: flags
+                .shape
+                .max_real_servers_per_service
+                .unwrap_or(defaults.max_real_servers),
+            ..defaults
+        }
+    }
+
+    fn allowed(&mut self, flag: &str, words: Option<&[String]>) -> Allowed {
+        let words: Vec<&str> = words.into_iter().flatten().map(|w| w.trim()).collect();
+        match &*words {
+            [] | ["allow"] => Allowed::All,
+            ["deny"] => Allowed::Nothing,
+            networks => {
+                let networks = networks.iter().copied();
+                for word in networks.clone().filter(|w| w.parse::<IpNet>().is_err()) {
+                    let allowed = "must be allow, deny, or networks such as 203.0.113.0/24";
+                    self.refuse(flag, &format!("{word:?} {allowed}"));
+                }
+                Allowed::Networks(networks.filter_map(|word| word.parse().ok()).collect())
+            }
         }
     }
 

@@ -1,4 +1,5 @@
 use clap::Parser as _;
+use ipvs_proxy_core::guard::Allowed;
 use proptest::prelude::*;
 
 use super::*;
@@ -410,16 +411,6 @@ fn what_is_not_applicable() {
             "enableProfiling: true",
             "--profiling",
             ["enableProfiling", "true"],
-        ),
-        (
-            "featureGates: {A: true, B: false}",
-            "--feature-gates=A=true,B=false",
-            ["featureGates (--feature-gates)", r#"{"A":true,"B":false}"#],
-        ),
-        (
-            "featureGates: {A: true}",
-            "--feature-gates=,A=true,",
-            ["featureGates (--feature-gates)", r#"{"A":true}"#],
         ),
         (
             "iptables: {syncPeriod: 1m}",
@@ -949,4 +940,103 @@ fn ports_that_stand_alone() {
         let wanted = format!("healthz_bind_address: {health}");
         assert!(said.contains(&wanted), "{words:?}: {said}");
     }
+}
+
+/// A gate says something, or that it does not is said: also of one that is false.
+#[test]
+fn every_feature_gate_is_obeyed_or_named() {
+    let why = "is not applicable:";
+    for (gates, flag, denied, named) in [
+        (
+            "{AllowServiceExternalIPs: false}",
+            "AllowServiceExternalIPs=false",
+            true,
+            &[][..],
+        ),
+        (
+            "{AllowServiceExternalIPs: true}",
+            "AllowServiceExternalIPs=true",
+            false,
+            &[],
+        ),
+        (
+            "{KubeProxyIPVS: false}",
+            "KubeProxyIPVS=false",
+            false,
+            &["KubeProxyIPVS=false"],
+        ),
+        (
+            "{A: true, WinDSR: false}",
+            ",A=true,WinDSR=false,",
+            false,
+            &["A=true", "WinDSR=false"],
+        ),
+    ] {
+        let text = format!("featureGates: {gates}");
+        let by_file = of_file(&text).unwrap();
+        let by_flag = of_flags(&[&format!("--feature-gates={flag}")]).unwrap();
+        for loaded in [by_file, by_flag] {
+            let external = &loaded.settings.config.external_ips;
+            assert_eq!(*external == Allowed::Nothing, denied, "{gates}");
+            assert_eq!(loaded.warnings.len(), named.len(), "{:?}", loaded.warnings);
+            for (line, name) in loaded.warnings.iter().zip(named) {
+                let line = line.trim_start_matches("c.yaml: ");
+                let begin = format!("featureGates (--feature-gates): {name} {why} ");
+                assert!(line.starts_with(&begin), "{line}");
+            }
+        }
+    }
+}
+
+#[test]
+fn external_addresses_are_allowed_by_networks() {
+    let of = of_flags;
+    let networks = |text: &str| Allowed::Networks(vec![text.parse().unwrap()]);
+    for (word, allowed) in [
+        ("allow", Allowed::All),
+        ("deny", Allowed::Nothing),
+        ("203.0.113.0/24", networks("203.0.113.0/24")),
+    ] {
+        let config = of(&[&format!("--external-ips={word}")])
+            .unwrap()
+            .settings
+            .config;
+        assert_eq!(
+            (config.external_ips, config.load_balancer_ips),
+            (allowed.clone(), Allowed::All)
+        );
+        let config = of(&[&format!("--load-balancer-ips={word}")])
+            .unwrap()
+            .settings
+            .config;
+        assert_eq!(
+            (config.external_ips, config.load_balancer_ips),
+            (Allowed::All, allowed)
+        );
+    }
+    for flag in ["--external-ips", "--load-balancer-ips"] {
+        let problems = of(&[&format!("{flag}=deny,10.0.0.0/8")]).unwrap_err();
+        let allowed = "must be allow, deny, or networks such as 203.0.113.0/24";
+        assert_eq!(problems, [format!("{flag}: \"deny\" {allowed}")]);
+    }
+    // The gate is the cluster's word.
+    let both = of(&[
+        "--external-ips=203.0.113.0/24",
+        "--feature-gates=AllowServiceExternalIPs=false",
+    ])
+    .unwrap();
+    assert_eq!(both.settings.config.external_ips, Allowed::Nothing);
+    assert_eq!(both.warnings.len(), 1);
+}
+
+#[test]
+fn the_bounds_of_a_service_are_set() {
+    let config = |flags: &[&str]| of_flags(flags).unwrap().settings.config;
+    let bounds = |c: ipvs_proxy_core::plan::Config| (c.max_virtual_servers, c.max_real_servers);
+    assert_eq!(bounds(config(&[])), (5_000, 100_000));
+    let flags = [
+        "--max-virtual-servers-per-service=0",
+        "--max-real-servers-per-service=7",
+    ];
+    assert_eq!(bounds(config(&flags)), (0, 7));
 }

@@ -49,6 +49,7 @@ impl World {
             drift: Drift::Repair,
             drains: None,
             status: Arc::clone(&status),
+            surroundings: Surroundings::default(),
             findings: Some(found),
         };
         let clock: Box<dyn Fn() -> Instant> = {

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
+use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -125,6 +126,7 @@ type FileKey = Arc<(usize, PathBuf)>;
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Key {
     Node,
+    OtherNode(Arc<str>),
     Service(ObjectName),
     Slice(ObjectName),
 }
@@ -133,6 +135,7 @@ impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Key::Node => write!(f, "this node's Node"),
+            Key::OtherNode(name) => write!(f, "Node {name}"),
             Key::Service(name) => write!(f, "Service {name}"),
             Key::Slice(name) => write!(f, "EndpointSlice {name}"),
         }
@@ -143,6 +146,8 @@ impl fmt::Display for Key {
 enum Value {
     /// The node, and the networks of its pods.
     Node(Arc<(model::Node, Vec<IpNet>)>),
+    /// The addresses of another node.
+    OtherNode(Arc<BTreeSet<IpAddr>>),
     Service(Arc<model::Service>),
     Slice(Arc<model::Slice>),
     /// Left out or refused whole. It still counts against the same object in an earlier file.
@@ -389,11 +394,13 @@ impl Source {
                     let value = t.object.map_or(Value::Nothing, |o| Value::Slice(o.into()));
                     (Key::Slice(t.name), value, t.refusals)
                 }
+                Object::Node(node) if node.metadata.name.as_deref() != Some(&*self.node_name) => {
+                    let t = translate::node(&node);
+                    let addresses = t.object.map(|node| node.addresses).unwrap_or_default();
+                    let value = Value::OtherNode(addresses.into());
+                    (Key::OtherNode(t.name.name), value, Vec::new())
+                }
                 Object::Node(node) => {
-                    let ours = node.metadata.name.as_deref() == Some(&*self.node_name);
-                    if !ours {
-                        continue;
-                    }
                     let mut t = translate::node(&node);
                     if !self.node_addresses {
                         t.object = Some(model::Node::default());
@@ -513,6 +520,13 @@ impl Source {
                     changes.extend(some.cloned().map(Change::PodCidrs));
                 }
                 (Key::Node, _) => {}
+                (Key::OtherNode(name), value) => {
+                    let addresses = match value {
+                        Value::OtherNode(addresses) => BTreeSet::clone(&addresses),
+                        _ => BTreeSet::new(),
+                    };
+                    changes.push(Change::Needed(format!("Node {name}").into(), addresses));
+                }
             }
         }
         changes

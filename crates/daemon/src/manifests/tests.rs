@@ -288,7 +288,10 @@ fn outcome(source: &mut Source) -> (Vec<String>, Vec<String>) {
         Change::Slice(name, None) => format!("-{}", name.name),
         Change::Node(node) => format!("node {}", node.addresses.len()),
         Change::PodCidrs(networks) => format!("pods {networks:?}"),
-        Change::NodeAddresses(_) => panic!("no manifest tells of links"),
+        Change::Needed(by, addresses) => format!("{by} {addresses:?}"),
+        Change::NodeAddresses(_) | Change::Listeners(_) => {
+            panic!("no manifest tells of links and processes")
+        }
     });
     (
         changes.collect(),
@@ -523,7 +526,10 @@ fn slices_and_the_own_node() {
     let (changes, _) = dir.source().rescan();
     let addresses = BTreeSet::from(["10.0.0.1".parse().unwrap()]);
     assert!(matches!(&changes[0], Change::Node(node) if node.addresses == addresses));
-    let Change::Slice(name, Some(slice)) = &changes[1] else {
+    // Another node's addresses are no Service's.
+    let of_other = BTreeSet::from(["10.0.0.2".parse().unwrap()]);
+    assert_eq!(changes[1], Change::Needed("Node n2".into(), of_other));
+    let Change::Slice(name, Some(slice)) = &changes[2] else {
         panic!("{changes:?}")
     };
     assert_eq!(*name, ObjectName::new("default", "s"));
@@ -532,7 +538,10 @@ fn slices_and_the_own_node() {
     let mut source = dir.source();
     let _ = source.rescan();
     fs::remove_file(dir.path("n.yaml")).unwrap();
-    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    assert_eq!(
+        outcome(&mut source),
+        (vec!["Node n2 {}".to_owned()], vec![])
+    );
     dir.write("n.yaml", &node("n1", "10.0.0.1"));
     let mut source = Source::new(vec![dir.path("n.yaml")], "n1", false);
     assert_eq!(outcome(&mut source), (vec![], vec![]));

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
+use ipvs_proxy_core::guard::Refused;
 use ipvs_proxy_core::model::{Change, ObjectName};
 use ipvs_proxy_core::op::{Failure, Op};
 use ipvs_proxy_core::planner::{Conflict, Takeover};
@@ -39,6 +40,14 @@ impl Applied {
 }
 
 impl Reports {
+    /// What a Service asks for and can't have: addresses that are somebody's, more than one Service may have.
+    pub fn not_served(&mut self, refused: &Refused, now: Instant) {
+        let (service, cause) = (refused.service.to_string(), refused.cause.to_string());
+        let say = self.about(Topic::NotServed, &service, (&cause, &refused.first), now);
+        let (first, count) = (&refused.first, refused.count);
+        say!(say, warn, service, first, count, %cause, "not served");
+    }
+
     /// What of objects can't be used: all that there is to say of those that changed, each with the place
     /// where it stands in a file. What is not said again of an object that changed is over.
     pub fn refused(
@@ -249,7 +258,7 @@ fn object(change: &Change) -> Option<String> {
         Change::Service(name, _) => Some(format!("Service {name}")),
         Change::Slice(name, _) => Some(format!("EndpointSlice {name}")),
         Change::Node(_) | Change::PodCidrs(_) => Some("Node".to_owned()),
-        Change::NodeAddresses(_) => None,
+        Change::NodeAddresses(_) | Change::Needed(..) | Change::Listeners(_) => None,
     }
 }
 

@@ -77,17 +77,14 @@ spec:
 fn addresses_from_outside() {
     let text = "metadata: {name: a, annotations: {ipvs-proxy.io/drain-timeout: 1m30s}}\n\
                 spec: {clusterIP: 10.0.0.1, ports: [{port: 80}], \
-                externalIPs: [50.60.70.81, '2012::0051', 127.0.0.1, 0.0.0.0, nonsense]}\n\
+                externalIPs: [50.60.70.81, '2012::0051', 127.0.0.1, 0.0.0.0, nonsense, 169.254.169.254, 'fe80::1', 224.0.0.1, 255.255.255.255, '::1']}\n\
                 status: {loadBalancer: {ingress: [{ip: 1.2.3.4}, {ip: 1.2.3.5, ipMode: VIP}, \
-                {ip: 1.2.3.6, ipMode: Proxy}, {hostname: a.example}, {ip: 1.2.3.7, ipMode: No}]}}";
+                {ip: 127.0.0.1}, {ip: 1.2.3.6, ipMode: Proxy}, {hostname: a.example}, {ip: 1.2.3.7, ipMode: No}]}}";
     let object: Service = serde_saphyr::from_str(text).unwrap();
     let translated = service(&object);
     let object = translated.object.unwrap();
     let texts = |list: &[IpAddr]| list.iter().map(ToString::to_string).collect::<Vec<_>>();
-    assert_eq!(
-        texts(&object.external_ips),
-        ["50.60.70.81", "2012::51", "127.0.0.1"]
-    );
+    assert_eq!(texts(&object.external_ips), ["50.60.70.81", "2012::51"]);
     assert_eq!(texts(&object.load_balancer_ips), ["1.2.3.4", "1.2.3.5"]);
     assert_eq!(
         object.drain_timeout,
@@ -103,10 +100,17 @@ fn addresses_from_outside() {
     assert_eq!(
         refusals,
         [
+            "Service default/a: spec.externalIPs[2]: \"127.0.0.1\" is a loopback address, which can't be a VIP",
             "Service default/a: spec.externalIPs[3]: \"0.0.0.0\" is the unspecified address, which \
              can't be a VIP",
             "Service default/a: spec.externalIPs[4]: \"nonsense\" is not an IP address",
-            "Service default/a: status.loadBalancer.ingress[4].ipMode: \"No\" is not VIP or Proxy",
+            "Service default/a: spec.externalIPs[5]: \"169.254.169.254\" is a link-local address, which can't be a VIP",
+            "Service default/a: spec.externalIPs[6]: \"fe80::1\" is a link-local address, which can't be a VIP",
+            "Service default/a: spec.externalIPs[7]: \"224.0.0.1\" is a multicast address, which can't be a VIP",
+            "Service default/a: spec.externalIPs[8]: \"255.255.255.255\" is the broadcast address, which can't be a VIP",
+            "Service default/a: spec.externalIPs[9]: \"::1\" is a loopback address, which can't be a VIP",
+            "Service default/a: status.loadBalancer.ingress[2].ip: \"127.0.0.1\" is a loopback address, which can't be a VIP",
+            "Service default/a: status.loadBalancer.ingress[5].ipMode: \"No\" is not VIP or Proxy",
         ]
     );
 }

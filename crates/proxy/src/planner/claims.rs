@@ -311,10 +311,19 @@ impl Planner {
             .filter(|s| self.links_awaited && s.is_external())
             .map(Service::without_external);
         service = waiting.as_ref().or(service);
-        let items = service.map_or_else(Vec::new, |service| {
-            let slices = self.cluster.slices_of(&name);
-            plan::plan(service, slices, &self.node, &self.config)
+        let planned = service.map(|service| {
+            plan::plan(
+                &name,
+                service,
+                self.cluster.slices_of(&name),
+                &self.node,
+                &self.cluster.guard,
+                &self.config,
+            )
         });
+        let refused = planned.as_ref().map(|plan| &*plan.refused);
+        self.refusals.note(&name, refused);
+        let items = planned.map_or_else(Vec::new, |plan| plan.items);
         let rank = service
             .map(|s| (s.created.is_none(), s.created.unwrap_or(0), s.uid.clone()))
             .unwrap_or_default();
@@ -461,7 +470,7 @@ impl Planner {
 
     pub(super) fn new_id(&mut self, name: &ObjectName) -> ServiceId {
         // The API server's own Service is the first of all.
-        let id = if &*name.namespace == "default" && &*name.name == "kubernetes" {
+        let id = if name.is_api_server() {
             0
         } else {
             self.next_id = self.next_id.wrapping_add(1).max(1);

@@ -157,6 +157,11 @@ impl SliceWords {
         self
     }
 
+    /// It belongs to the API server's own Service.
+    pub(crate) fn of_api_server(&mut self) {
+        self.1.service = ObjectName::new("default", "kubernetes");
+    }
+
     pub(crate) fn tcp(self, port: u16) -> SliceWords {
         self.port(Protocol::Tcp, port)
     }

@@ -9,6 +9,7 @@
 
 mod audit;
 mod bad_input;
+mod chaos;
 mod cleanup;
 mod configuration;
 mod crash;

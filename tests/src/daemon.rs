@@ -148,6 +148,11 @@ impl Daemon {
         self.child.id()
     }
 
+    /// Whether it has not ended.
+    pub fn runs(&mut self) -> bool {
+        self.child.try_wait().expect("the daemon's state").is_none()
+    }
+
     /// Waits until all is in force, and then until it says nothing more for a while.
     pub fn settle(&mut self) {
         wait_until("the daemon applied what it read", || {

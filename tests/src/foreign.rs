@@ -62,10 +62,15 @@ const MARKS: [&str; 9] = [
 /// Makes them.
 pub fn make(namespace: &Namespace) {
     namespace.tool_with_input("ip -batch -", LINKS);
-    namespace.tool_with_input("ipvsadm --restore", SERVERS);
+    make_servers(namespace);
     namespace.tool_with_input("ipset restore", SETS);
     namespace.tool_with_input("iptables-restore --noflush", RULES);
     namespace.tool_with_input("ip6tables-restore --noflush", RULES);
+}
+
+/// Makes the virtual servers alone, for instance again.
+pub fn make_servers(namespace: &Namespace) {
+    namespace.tool_with_input("ipvsadm --restore", SERVERS);
 }
 
 /// What the tools say of all there is, without counters, times and the order of a hash table.

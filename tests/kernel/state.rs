@@ -255,7 +255,10 @@ fn what_is_there_is_never_written_again() {
             trace.opened("world.yaml") > opened
         });
         let asked = one_service_comes_and_goes(&world, &tap);
-        let dumps = |asked: &&Asked| asked.text.starts_with("ip") && !asked.writes;
+        // What is looked at each second is no dump: headers of sets, single virtual servers.
+        let glance = |text: &str| text == "ipset LIST" || text.starts_with("ipvs GET_SERVICE ");
+        let dumps =
+            |asked: &&Asked| asked.text.starts_with("ip") && !asked.writes && !glance(&asked.text);
         assert_eq!(asked.iter().find(dumps), None);
     }
     assert_eq!(trace.writes(), others);

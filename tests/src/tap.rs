@@ -136,7 +136,8 @@ impl Tap {
         let mut last = Instant::now();
         wait_until(&format!("{text:?} is asked, and then no more"), || {
             let new = self.take();
-            if !new.is_empty() {
+            // The daemon looks at what costs nothing to read each second.
+            if new.iter().any(|asked| asked.writes) {
                 last = Instant::now();
             }
             all.extend(new);

@@ -596,7 +596,9 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         {
             self.tell_applied();
         }
-        if step.rests && !std::mem::replace(&mut self.in_force, true) {
+        let rests = step.rests && !self.planner.has_started();
+        if rests && !std::mem::replace(&mut self.in_force, true) {
+            self.reports.flush_applied(true, now);
             self.tell_in_force();
         }
         !step.rests
@@ -729,7 +731,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         let base = self.planner.node_failing();
         let status = &self.settings.status;
         status.rests(failing().map(|(_, since)| since), base);
-        if base.is_none() && self.objects.is_complete() {
+        if base.is_none() && self.objects.is_complete() && !self.planner.has_started() {
             status.ready();
         }
     }

@@ -85,7 +85,7 @@ pub fn init(settings: &Settings) -> Result<()> {
                     let sets = sets_of(kernel.families());
                     let keys = sets.iter().map(|set| Key::Set(*set)).chain([Key::Link]);
                     let ops: Vec<Op> = keys
-                        .filter(|key| !there.contains_key(key))
+                        .filter(|key| there.get(key) != Some(&Value::Present))
                         .map(|key| Op::Add(key, Value::Present))
                         .collect();
                     for (op, outcome) in ops.iter().zip(kernel.apply(&ops)) {

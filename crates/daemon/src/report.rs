@@ -293,7 +293,7 @@ impl Reports {
     /// Writes the sums that are due, and forgets what is long over. What is to become an Event.
     pub fn flush(&mut self, now: Instant) -> Vec<Finding> {
         self.refill(now);
-        self.flush_applied(now);
+        self.flush_applied(false, now);
         for (topic, window) in &mut self.windows {
             let due = now.saturating_duration_since(window.began) >= WINDOW && window.left > 0;
             if !due || self.tokens == 0 {

@@ -5,18 +5,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_dataplane::addresses;
 use ipvs_proxy_dataplane::growth::GROWING;
-use ipvs_proxy_dataplane::kernel::Kernel;
+use ipvs_proxy_dataplane::kernel::{Kernel, OpenError};
 use ipvs_proxy_dataplane::notices;
 use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
-use ipvs_proxy_iptables::Backend;
+use ipvs_proxy_iptables::{Backend, Choice};
 use ipvs_proxy_netlink::{Causes, Family};
 use nix::sys::signal::{SigSet, Signal};
 use tokio::runtime::Runtime;
@@ -48,7 +48,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     let stop = stop_on_signals(sender.clone(), Arc::clone(&begun))?;
     let (runtime, access) = reach(settings)?;
 
-    let mut kernel = Kernel::open(&Family::ALL, settings.iptables_backend)?;
+    let mut kernel = open(settings.iptables_backend)?;
     let no_ipv6 = kernel.keep_working_families();
     let families = kernel.families().to_vec();
     // Without a folder of its own the daemon does all but keep deadlines over a restart.
@@ -170,6 +170,26 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         .context("the thread for iptables can't be started")?;
     Controller::new(objects, planner, kernel, of_loop, Instant::now).run(&events);
     Ok(())
+}
+
+/// How long after a tool of iptables hung it is tried again.
+const OPEN_AGAIN: Duration = Duration::from_secs(1);
+
+/// Opens the kernel. Which back end of iptables the host uses can't be known while its tools hang: that is waited for, and
+/// what the kernel holds goes on meanwhile.
+fn open(iptables: Choice) -> Result<Kernel, OpenError> {
+    let mut told = false;
+    loop {
+        match Kernel::open(&Family::ALL, iptables) {
+            Err(OpenError::Iptables(error @ ipvs_proxy_iptables::Error::TooLong { .. })) => {
+                if !std::mem::replace(&mut told, true) {
+                    warn!(%error, "iptables hangs; will be tried again, and nothing is changed before");
+                }
+                thread::sleep(OPEN_AGAIN);
+            }
+            opened => return opened,
+        }
+    }
 }
 
 /// Findings that may wait to be looked at.

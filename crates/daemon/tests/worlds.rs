@@ -13,7 +13,8 @@ use ipvs_proxy::cli::{Cli, Command};
 use ipvs_proxy::plan::plan;
 
 /// What a line may wait for: things that Services can ask for and that are not there yet.
-const REASONS: [&str; 5] = [
+const REASONS: [&str; 6] = [
+    "the address of another Node",
     "externalTrafficPolicy",
     "internalTrafficPolicy",
     "topology hints",
@@ -109,6 +110,7 @@ fn planned(world: &str, form: &str) -> String {
             "which comes first",
             "is missing",
             "is not supported yet",
+            "that the node needs",
         ]
         .iter()
         .any(|words| problem.contains(words))

@@ -462,6 +462,12 @@ impl Planner {
         self.failures.iter()
     }
 
+    /// Whether something that was given to the kernel, or asked of it, has not ended.
+    #[must_use]
+    pub fn has_started(&self) -> bool {
+        !self.started.is_empty() || self.unread.values().any(|asked| *asked)
+    }
+
     /// Since when something fails that all Services rest on: sets, rules, the link, or what the node lacks, as a module.
     #[must_use]
     pub fn node_failing(&self) -> Option<Instant> {

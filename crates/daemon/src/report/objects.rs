@@ -234,12 +234,13 @@ impl Reports {
         applied.failed += failed;
         applied.took += took;
         applied.passes += 1;
-        self.flush_applied(now);
+        self.flush_applied(false, now);
     }
 
-    pub(super) fn flush_applied(&mut self, now: Instant) {
+    /// Writes the line about what was applied, when it is time for one, or `at_once`.
+    pub fn flush_applied(&mut self, at_once: bool, now: Instant) {
         let applied = &mut self.applied;
-        if applied.passes == 0 || applied.due().is_some_and(|due| due > now) {
+        if applied.passes == 0 || !at_once && applied.due().is_some_and(|due| due > now) {
             return;
         }
         let (ops, failed, took_ms) = (applied.ops, applied.failed, applied.took.as_millis());

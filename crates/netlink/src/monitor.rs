@@ -73,12 +73,9 @@ impl Monitor {
     fn wait_up_to(&mut self, time: Option<Duration>) -> Result<Vec<Notice>, Error> {
         let micros = time.unwrap_or_default().as_micros();
         let limit = TimeVal::microseconds(i64::try_from(micros).unwrap_or(i64::MAX));
-        setsockopt(&self.socket, sockopt::ReceiveTimeout, &limit).map_err(|errno| {
-            Error::Socket {
-                call: "SO_RCVTIMEO",
-                errno: errno as i32,
-            }
-        })?;
+        if setsockopt(&self.socket, sockopt::ReceiveTimeout, &limit).is_err() {
+            return self.listen_again();
+        }
         let mut notices = Vec::new();
         while notices.len() < MANY {
             let flags = match notices.is_empty() {
@@ -94,15 +91,17 @@ impl Monitor {
                     Errno::ENOBUFS => notices.push(Notice::Lost),
                     Errno::EINTR => {}
                     Errno::EAGAIN if time.is_some() || !notices.is_empty() => break,
-                    _ => {
-                        thread::sleep(PAUSE);
-                        self.socket = listen(self.subsystem, &self.groups)?;
-                        return Ok(vec![Notice::Lost]);
-                    }
+                    _ => return self.listen_again(),
                 },
             }
         }
         Ok(notices)
+    }
+
+    fn listen_again(&mut self) -> Result<Vec<Notice>, Error> {
+        thread::sleep(PAUSE);
+        self.socket = listen(self.subsystem, &self.groups)?;
+        Ok(vec![Notice::Lost])
     }
 }
 
@@ -149,8 +148,6 @@ fn read(mut datagram: &[u8]) -> Vec<Notice> {
 
 #[cfg(test)]
 mod tests {
-    use nix::sys::socket::getsockopt;
-    use nix::sys::time::{TimeVal, TimeValLike};
     use proptest::prelude::*;
 
     use super::*;
@@ -165,12 +162,10 @@ mod tests {
     #[test]
     fn a_socket_that_failed_is_opened_again() {
         let mut monitor = Monitor::open(Subsystem::Route, &[1]).unwrap();
-        // To run out of time is a failure here.
-        let short = TimeVal::milliseconds(1);
-        setsockopt(&monitor.socket, sockopt::ReceiveTimeout, &short).unwrap();
+        // Not to wait is a failure where there is no limit.
+        monitor.socket.set_non_blocking(true).unwrap();
         assert_eq!(monitor.wait(), Ok(vec![Notice::Lost]));
-        let timeout = getsockopt(&monitor.socket, sockopt::ReceiveTimeout).unwrap();
-        assert_eq!(timeout, TimeVal::zero());
+        assert_eq!(monitor.wait_for(Duration::from_millis(1)), Ok(Vec::new()));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The order of ops: what goes first within a Service, and what an op rests on.
 
 use ipset_rs::Entry;
+use ipvs_netlink::VirtualServerKey;
 use ipvs_proxy_iptables::Table;
 use ipvs_proxy_netlink::Family;
 
@@ -77,7 +78,9 @@ impl Planner {
             Op::Add(Key::Rules(family, _), _) => Set::all(*family).all(|set| there(Key::Set(set))),
             Op::Add(Key::Entry(set, entry), _) => {
                 self.applied(&Key::Set(*set)) == Some(&Value::Present)
-                    && served_by(*set, entry).is_none_or(|vs| there(Key::VirtualServer(vs)))
+                    && served_by(*set, entry).is_none_or(|vs| {
+                        there(Key::VirtualServer(vs)) && self.is_bound_as_wanted(&vs)
+                    })
             }
             Op::Add(Key::VirtualServer(vs), _) => {
                 owning_entries(vs).all(|key| self.wanted(&key).is_none() || there(key))
@@ -118,6 +121,15 @@ impl Planner {
             },
             _ => true,
         }
+    }
+
+    /// Whether a virtual server's address is on the link, where it is to be.
+    fn is_bound_as_wanted(&self, vs: &VirtualServerKey) -> bool {
+        let VirtualServerKey::Address { address, .. } = *vs else {
+            return true;
+        };
+        let key = Key::Address(address);
+        self.applied(&key).is_some() || self.claimed(&key).is_none()
     }
 
     /// Whether VIPs of a family may be bound: the filter keeps packets to them from the node's own sockets, and the

@@ -1,6 +1,6 @@
 //! `cleanup`: removes all that is ours from the kernel, and nothing else.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 use ipvs_proxy_core::op::Outcome;
@@ -15,6 +15,8 @@ use crate::say;
 
 /// How often the kernel is read again when it is not as it was read.
 const READINGS: usize = 5;
+/// How long UDP flows may take to be forgotten.
+const FLOWS_WAIT: Duration = Duration::from_secs(5);
 
 /// Removes what is ours, but for virtual servers in excluded networks; how many things that were.
 /// What can't be removed is told on stderr, a line each, and stops nothing else.
@@ -63,6 +65,12 @@ pub fn cleanup(flags: &Cleanup) -> Result<usize> {
         if step.rests || planner.in_doubt() && readings == READINGS {
             break;
         }
+    }
+    if !kernel.finish_flows(FLOWS_WAIT) {
+        left += 1;
+        say(
+            "ipvs-proxy: UDP flows could not be forgotten: they go on to where they went until they end",
+        );
     }
     for held in kernel.held_chains() {
         left += 1;

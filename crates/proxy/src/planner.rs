@@ -40,15 +40,17 @@ pub use drains::{DrainNews, DrainStep};
 use claims::{Planned, Record};
 use drains::{Drains, is_udp};
 use failures::Failures;
-use order::{Phase, phase, quiesces};
+use order::{Phase, phase};
 use pending::Pending;
 use refusals::Refusals;
 use servers::RealServers;
 
 /// The most that a round costs; most ops cost 1 ([`Planner::cost`]).
-const ROUND: usize = 512;
+const ROUND: usize = 256;
 /// A virtual server with so many real servers makes each that is added cost 1 more: the kernel looks through them all.
-const CROWD: usize = 500;
+const CROWD: usize = 1000;
+/// The same of addresses on the link, for one that comes or goes.
+const ADDRESSES: usize = 400;
 /// A Service with more virtual servers and real servers than this is planned when no other has to be, and then not again for
 /// [`REST`].
 const LARGE: usize = 10_000;
@@ -93,6 +95,8 @@ pub struct Planner {
     records: BTreeMap<Key, Record>,
     /// How many entries the kernel's sets hold.
     entries: BTreeMap<Set, u32>,
+    /// How many addresses the kernel's link holds.
+    addresses: usize,
     /// The last virtual server that [`Planner::sample`] named.
     sampled: Option<Key>,
     real_servers: RealServers,
@@ -143,6 +147,7 @@ impl Planner {
             next_id: 0,
             records: BTreeMap::new(),
             entries: BTreeMap::new(),
+            addresses: 0,
             sampled: None,
             real_servers: RealServers::default(),
             pending: Pending::default(),
@@ -333,7 +338,7 @@ impl Planner {
                 }
             }
         }
-        round.sort_by_key(|(phase, group, op)| (*phase, quiesces(op), *group, op.key()));
+        round.sort_by_key(|(phase, group, op)| (*phase, *group, op.key()));
         round.into_iter().map(|(_, _, op)| op).collect()
     }
 
@@ -398,6 +403,9 @@ impl Planner {
     fn cost(&self, op: &Op) -> usize {
         match op {
             Op::Add(Key::RealServer(vs, _), _) => 1 + self.real_servers.count(vs) / CROWD,
+            Op::Add(Key::Address(_), _) | Op::Remove(Key::Address(_)) => {
+                1 + self.addresses / ADDRESSES
+            }
             _ => 1,
         }
     }
@@ -545,6 +553,10 @@ impl Planner {
             let held = u32::from(self.applied(&key).is_some());
             let entries = self.entries.entry(set).or_default();
             *entries = entries.saturating_sub(held) + u32::from(value.is_some());
+        }
+        if let Key::Address(_) = key {
+            let held = usize::from(self.applied(&key).is_some());
+            self.addresses = self.addresses.saturating_sub(held) + usize::from(value.is_some());
         }
         match (key, value) {
             (Key::RealServer(vs, rs), value) => self.real_servers.set(vs, rs, value),

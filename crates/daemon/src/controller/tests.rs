@@ -6,9 +6,9 @@ use std::rc::Rc;
 use ipvs_proxy_core::memory::MemoryKernel;
 use ipvs_proxy_core::memory::faults::BadReading;
 use ipvs_proxy_core::model::{Endpoint, ObjectName, Service, ServicePort, Slice, SlicePort};
-use ipvs_proxy_core::op::FailureKind;
+use ipvs_proxy_core::op::{FailureKind, Finished};
 use ipvs_proxy_core::plan::Config;
-use ipvs_proxy_core::state::Value;
+use ipvs_proxy_core::state::{State, Value};
 use ipvs_proxy_netlink::Protocol;
 
 use super::*;

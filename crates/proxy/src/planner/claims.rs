@@ -289,7 +289,10 @@ impl Planner {
         let Some(service) = self.cluster.get(name) else {
             return 0;
         };
-        let node_ports = self.node.addresses.len();
+        let node_ports = match service.ports.iter().any(|port| port.node_port.is_some()) {
+            true => self.node.addresses.len(),
+            false => 0,
+        };
         let vips = [
             service.cluster_ips.len(),
             service.external_ips.len(),

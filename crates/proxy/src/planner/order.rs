@@ -17,6 +17,8 @@ pub(super) enum Phase {
     Rules,
     Entries,
     Servers,
+    /// A real server gets weight 0: what takes its place is there before, so that a virtual server never lacks one in between.
+    Quiesce,
     Addresses,
     Accept,
     Refuse,
@@ -52,6 +54,9 @@ pub(super) fn phase(op: &Op) -> Phase {
             ),
             true,
         ) => Phase::Refuse,
+        (Key::RealServer(..), false) if matches!(op, Op::Update(_, Value::RealServer(0))) => {
+            Phase::Quiesce
+        }
         (Key::Entry(..), false) => Phase::Entries,
         (Key::Entry(..), true) => Phase::DropEntries,
         (Key::VirtualServer(_) | Key::RealServer(..), false) => Phase::Servers,
@@ -61,12 +66,6 @@ pub(super) fn phase(op: &Op) -> Phase {
         (Key::Rules(..), true) => Phase::DropRules,
         (Key::Set(_) | Key::Link, true) => Phase::DropSets,
     }
-}
-
-/// Whether an op takes a real server out of service. Within a phase such ops come last: what is
-/// to take its place is there before, and a virtual server never lacks one in between.
-pub(super) fn quiesces(op: &Op) -> bool {
-    matches!(op, Op::Update(_, Value::RealServer(0)))
 }
 
 impl Planner {

@@ -44,6 +44,7 @@ impl Planner {
         }
         self.real_servers.clear();
         self.entries.clear();
+        self.addresses = 0;
         for (key, value) in read {
             self.set_applied(key, Some(value));
         }

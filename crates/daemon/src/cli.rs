@@ -592,6 +592,10 @@ pub struct Shape {
     /// The bit of the packet mark that asks for masquerading, 0 to 31; 14 if not given
     #[arg(long, value_name = "BIT", allow_negative_numbers = true)]
     pub iptables_masquerade_bit: Option<i32>,
+    /// The bit of the packet mark by which packets to an external address are routed to this node that is an address of another
+    /// host the node needs, 0 to 31; 13 if not given
+    #[arg(long, value_name = "BIT", allow_negative_numbers = true)]
+    pub route_bit: Option<i32>,
     /// How long a real server may drain, 0 (if not given) for no limit, now for not at all; a
     /// Service's annotation ipvs-proxy.io/drain-timeout goes before
     #[arg(long, value_name = "TIME|now")]
@@ -648,6 +652,8 @@ pub enum Output {
     Ipset,
     /// The addresses of kube-ipvs0, one ADDRESS/PREFIX a line.
     Addresses,
+    /// What is routed to the node by a mark, in the words of `ip`: external addresses that the node needs.
+    Routes,
     /// As `iptables-save` and `ip6tables-save`.
     Iptables,
     /// All of it, for programs.

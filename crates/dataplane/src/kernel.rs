@@ -27,6 +27,7 @@ use crate::links::{self, AddressChange, LinkError, Links};
 use crate::modules::{self, Loading};
 use crate::notices::OwnRules;
 use crate::outcomes::{failed, outcome_of_link, outcome_of_server, outcome_of_set, unread};
+use crate::routes::Routes;
 use crate::rules::{Differences, Rules, present};
 use crate::worker::{Answer, Job, Worker};
 
@@ -64,6 +65,7 @@ pub struct Kernel {
     ipvs: ipvs_netlink::Client,
     ipset: ipset_rs::Client,
     links: Links,
+    routes: Routes,
     flows: Flows,
     tools: Tools,
     own_rules: OwnRules,
@@ -123,6 +125,7 @@ impl Kernel {
             ipvs,
             ipset,
             links: Links::open()?,
+            routes: Routes::open()?,
             flows: Flows::open().map_err(links::failed("open nfnetlink"))?,
             tools,
             own_rules,
@@ -505,6 +508,9 @@ impl Kernel {
             .iter()
             .filter(|vip| self.families.contains(&Family::of(**vip)));
         state.extend(ours.map(|vip| (Key::Address(*vip), Value::Present)));
+        for family in self.families.clone() {
+            self.routes.read(family, state).map_err(|e| unread(&e))?;
+        }
         self.read_sets(state)?;
         let mut servers = Vec::new();
         let servers_there = self.ipvs.virtual_servers();
@@ -536,6 +542,9 @@ impl Dataplane for Kernel {
                 Subsystem::Ipset => outcomes.extend(self.sets(run)),
                 Subsystem::Ipvs => outcomes.extend(self.servers(run)),
                 Subsystem::Address => outcomes.extend(self.addresses(run)),
+                Subsystem::Routes => {
+                    outcomes.extend(self.routes.apply(run).into_iter().map(outcome_of_link));
+                }
                 Subsystem::Rules => {
                     outcomes.extend(run.iter().map(|op| self.work(Job::Rules(op.clone()))));
                 }
@@ -672,6 +681,7 @@ enum Subsystem {
     Ipset,
     Ipvs,
     Address,
+    Routes,
     Rules,
     Link,
 }
@@ -681,6 +691,7 @@ fn subsystem(op: &Op) -> Subsystem {
         Key::Set(_) | Key::Entry(..) => Subsystem::Ipset,
         Key::VirtualServer(_) | Key::RealServer(..) => Subsystem::Ipvs,
         Key::Address(_) => Subsystem::Address,
+        Key::Route(_) | Key::RoutingRule(..) => Subsystem::Routes,
         Key::Rules(..) => Subsystem::Rules,
         Key::Link => Subsystem::Link,
     }

@@ -628,6 +628,7 @@ impl Planner {
                 return self.retry(failing);
             }
             Key::Rules(..) | Key::Entry(..) | Key::RealServer(..) | Key::Address(_) => return,
+            Key::RoutingRule(..) | Key::Route(_) => return,
         };
         self.retry(self.failures.between(low, high));
     }

@@ -50,7 +50,7 @@ pub async fn follow(access: &Access, node_name: &str, sender: &SyncSender<Event>
                 told.clear();
                 tokio::select! {
                     () = follow_all(&client, access, node_name, sender, &mut known) => return,
-                    () = tell_addresses(&server, sender) => return,
+                    () = tell_addresses(&server, access, sender) => return,
                     () = changed(access, fingerprint) => {
                         info!("credentials or the API server's address changed: connecting anew");
                     }

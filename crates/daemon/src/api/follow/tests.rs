@@ -93,7 +93,7 @@ async fn followed(
     });
     let access = Access::default();
     let host = Uri::from_static("https://192.0.2.1:6443");
-    let counting = Counting::new(&access.requests, &access.pauses, &host);
+    let counting = Counting::new(&access, &host);
     let client = Client::new(counting.layer(server), "default");
     let (sender, events) = sync_channel(100_000);
     let mut known = Known::default();

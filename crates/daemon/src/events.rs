@@ -53,6 +53,8 @@ pub enum Reason {
     AddressConflict,
     /// An address that is somebody else's, or that is not allowed.
     AddressRefused,
+    /// An address that the node needs is served without being local to the node.
+    AddressNotBound,
     /// The Service has more virtual or real servers than a Service may have.
     TooLarge,
     /// The kernel refuses what the object needs, for a minute or longer.
@@ -81,6 +83,7 @@ impl Reason {
             Reason::InvalidField
                 | Reason::AddressConflict
                 | Reason::AddressRefused
+                | Reason::AddressNotBound
                 | Reason::TooLarge
         )
     }
@@ -93,6 +96,7 @@ impl Reason {
             | Reason::AddressConflict
             | Reason::AddressRefused
             | Reason::TooLarge => "IgnoreField",
+            Reason::AddressNotBound => "RouteByMark",
             Reason::FailedToProgram => "ProgramKernel",
             Reason::FailedToSetSysctl => "SetSysctl",
             Reason::FailedToReadKernel => "ReadKernel",
@@ -179,6 +183,7 @@ impl From<&Refused> for Finding {
             object: Object::Service(refused.service.clone()),
             reason: match refused.cause {
                 Cause::VirtualServers(_) | Cause::RealServers(_) => Reason::TooLarge,
+                Cause::Routed => Reason::AddressNotBound,
                 _ => Reason::AddressRefused,
             },
             note: refused.to_string(),

@@ -83,6 +83,11 @@ impl Planner {
                         .range(virtual_servers(*address))
                         .any(|(_, record)| record.applied.is_some())
             }
+            // Without the mark no packet takes it.
+            Op::Add(Key::Route(address), _) => {
+                let family = Family::of(*address);
+                self.is_guarded(family) && there(Key::Rules(family, Table::Mangle))
+            }
             Op::Remove(Key::VirtualServer(vs)) => !serving_entries(vs).any(there),
             // It goes with its virtual server.
             Op::Remove(Key::RealServer(vs, _)) => {

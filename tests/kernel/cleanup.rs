@@ -20,6 +20,8 @@ const CHAINS: [&str; 6] = [
     "KUBE-IPVS-FILTER",
     "KUBE-FORWARD",
 ];
+/// Those in mangle.
+const MANGLE: [&str; 2] = ["KUBE-IPVS-ROUTE", "KUBE-IPVS-MASQ"];
 
 /// Things of other software in each place where the daemon has its own, some with names much like ours.
 const FOREIGN: [&str; 30] = [
@@ -151,6 +153,7 @@ fn foreign(node: &Namespace) -> BTreeMap<String, Vec<String>> {
                 table if table.ends_with("nat") || table.ends_with("filter") => {
                     !words.any(|word| CHAINS.contains(&word))
                 }
+                table if table.ends_with("mangle") => !words.any(|word| MANGLE.contains(&word)),
                 _ => true,
             }
         });
@@ -599,7 +602,10 @@ fn rules_of_kernel(node: &Namespace) -> Rules {
                 name.clone_into(&mut table);
             }
             let words: Vec<&str> = line.split([' ', ':']).collect();
-            if !words.iter().any(|word| CHAINS.contains(word)) {
+            if !words
+                .iter()
+                .any(|word| CHAINS.contains(word) || MANGLE.contains(word))
+            {
                 continue;
             }
             let key = (tool.to_owned(), table.clone(), words[1].to_owned());

@@ -549,7 +549,7 @@ fn a_plan_is_compared_with_the_kernel() {
     // ClusterIP and node port, TCP and UDP, two families.
     assert_eq!(
         (code, list("virtualServers").len(), list("sets").len()),
-        (0, 8, 40)
+        (0, 8, 42)
     );
     for server in list("virtualServers") {
         assert_eq!(

@@ -58,6 +58,16 @@ pub struct Run {
     /// The API server's address, instead of the one known otherwise
     #[arg(long, value_name = "URL")]
     pub master: Option<String>,
+    /// Follow the addresses of all Nodes, so that no Service takes one from its node; false if not given
+    #[arg(
+        long,
+        value_name = "true|false",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_parser = boolean
+    )]
+    pub watch_all_nodes: Option<bool>,
     /// Name of this node; the host name in lower case when it is not given
     #[arg(long, alias = "hostname-override", value_name = "NAME")]
     pub node_name: Option<String>,

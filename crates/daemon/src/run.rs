@@ -112,7 +112,8 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
             let (found, to_report) = mpsc::channel(FINDINGS);
             findings = Some(found);
             let events = (to_report, Arc::clone(&status));
-            follow(runtime, access, node_name.clone(), sender.clone(), events)?;
+            let nodes = (node_name.clone(), settings.all_nodes);
+            follow(runtime, access, nodes, sender.clone(), events)?;
             controller::Objects::Api(BTreeSet::new())
         }
     };
@@ -326,13 +327,13 @@ fn reach(settings: &Settings) -> Result<(Runtime, Access)> {
 fn follow(
     runtime: Runtime,
     mut access: Access,
-    node_name: String,
+    (node_name, all_nodes): (String, bool),
     sender: SyncSender<Event>,
     (findings, status): (mpsc::Receiver<Finding>, Arc<Status>),
 ) -> Result<()> {
     access.requests = status.metrics.requests.clone();
     let follow = move || {
-        let follow = api::follow(&access, &node_name, &sender);
+        let follow = api::follow(&access, &node_name, all_nodes, &sender);
         let write = events::write(&access, &node_name, findings, &status);
         runtime.block_on(futures::future::join(follow, write));
     };

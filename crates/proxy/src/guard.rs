@@ -195,6 +195,8 @@ pub(crate) struct Guard {
     pod_cidrs: Vec<IpNet>,
     /// By whom, or by what, they are the node's to reach.
     needed: BTreeMap<Arc<str>, BTreeSet<Needed>>,
+    /// By how many.
+    needing: BTreeMap<Needed, u32>,
     listeners: BTreeSet<Listener>,
 }
 
@@ -235,16 +237,12 @@ impl Guard {
 
     /// Whether the node needs an address, so that it is never local to the node.
     pub(crate) fn needs(&self, address: IpAddr) -> bool {
-        let of_address = |needed: &BTreeSet<Needed>| {
-            let any = Needed {
-                address,
-                port: None,
-            };
-            let first = needed.range(any..).next();
-            first.is_some_and(|needed| needed.address == address)
-        };
         let ports = (address, 0)..=(address, u16::MAX);
-        self.api_servers.range(ports).next().is_some() || self.needed.values().any(of_address)
+        let mut needed = self.needing.range(Needed::host(address)..);
+        self.api_servers.range(ports).next().is_some()
+            || needed
+                .next()
+                .is_some_and(|(needed, _)| needed.address == address)
     }
 
     /// Whether the node needs this port of an address.
@@ -253,8 +251,7 @@ impl Guard {
             address,
             port: Some(port),
         };
-        self.api_servers.contains_key(&(address, port))
-            || self.needed.values().any(|of| of.contains(&needed))
+        self.api_servers.contains_key(&(address, port)) || self.needing.contains_key(&needed)
     }
 
     /// Whether a process of the node listens there.
@@ -331,8 +328,18 @@ impl Guard {
         needed: BTreeSet<Needed>,
     ) -> BTreeSet<ObjectName> {
         let old = self.needed.remove(&by).unwrap_or_default();
-        let changed = old.symmetric_difference(&needed);
-        let changed = changed.map(|needed| needed.address).collect();
+        // What stays is never gone in between.
+        let mut changed = BTreeSet::new();
+        for of in &needed {
+            if count(&mut self.needing, *of) {
+                changed.insert(of.address);
+            }
+        }
+        for of in &old {
+            if discount(&mut self.needing, *of) {
+                changed.insert(of.address);
+            }
+        }
         if !needed.is_empty() {
             self.needed.insert(by, needed);
         }

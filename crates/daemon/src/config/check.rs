@@ -173,6 +173,7 @@ pub(super) fn check(
     let settings = Settings {
         objects: check.objects(c, flags),
         master: flags.master.clone().filter(|master| !master.is_empty()),
+        all_nodes: flags.watch_all_nodes.unwrap_or(false),
         node_name: check.node_name(&c.hostname_override),
         node_ips: flags.shape.node_ips.clone(),
         config: check.config(c, flags),

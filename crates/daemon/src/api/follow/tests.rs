@@ -97,7 +97,7 @@ async fn followed(
     let client = Client::new(counting.layer(server), "default");
     let (sender, events) = sync_channel(100_000);
     let mut known = Known::default();
-    let follows = follow_all(&client, &access, "n1", &sender, &mut known);
+    let follows = follow_all(&client, &access, ("n1", None), &sender, &mut known);
     tokio::time::timeout(long, follows).await.unwrap_err();
     let asked = asked.lock().unwrap().clone();
     (asked, events)

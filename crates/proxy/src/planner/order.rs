@@ -93,10 +93,12 @@ impl Planner {
             Op::Remove(Key::RealServer(vs, _)) => {
                 self.claimed(&Key::VirtualServer(*vs)).is_some() && there(Key::VirtualServer(*vs))
             }
-            // Its rules look into it, and its entries go with it.
-            Op::Remove(Key::Set(set)) => Table::ALL
-                .into_iter()
-                .all(|table| !there(Key::Rules(set.family, table))),
+            // Its rules look into it, and its entries go with it, but of these some are removed before others.
+            Op::Remove(Key::Set(set)) => {
+                let rules = |table| there(Key::Rules(set.family, table));
+                !Table::ALL.into_iter().any(rules)
+                    && self.entries.get(set).is_none_or(|number| *number == 0)
+            }
             Op::Remove(Key::Entry(set, entry)) => match (set.role, entry) {
                 (Role::IpvsIps, Entry::Ip(address)) => !there(Key::Address(*address)),
                 // The virtual server is gone, or stays ours by another entry.

@@ -49,11 +49,13 @@ impl Routes {
         let results = self.socket.batch(&requests);
         let all = ops.iter().zip(results);
         all.map(|(op, result)| match (op, result) {
-            (Op::Remove(_), Err(Error::Kernel(KernelError { code, .. })))
-                if matches!(code, ENOENT | ESRCH | EAFNOSUPPORT) =>
-            {
-                Ok(())
-            }
+            (
+                Op::Remove(_),
+                Err(Error::Kernel(KernelError {
+                    code: ENOENT | ESRCH | EAFNOSUPPORT,
+                    ..
+                })),
+            ) => Ok(()),
             (Op::Add(..), Err(Error::Kernel(KernelError { code: EEXIST, .. }))) => Ok(()),
             (_, result) => result.map_err(failed(&op.to_string())),
         })
@@ -100,11 +102,10 @@ impl Routes {
             answers = self.socket.dump(&ask);
         }
         match answers {
-            Err(Error::Kernel(KernelError { code, .. }))
-                if matches!(code, ENOENT | EAFNOSUPPORT | EOPNOTSUPP) =>
-            {
-                Ok(Vec::new())
-            }
+            Err(Error::Kernel(KernelError {
+                code: ENOENT | EAFNOSUPPORT | EOPNOTSUPP,
+                ..
+            })) => Ok(Vec::new()),
             answers => answers.map_err(failed("list routes and routing rules")),
         }
     }

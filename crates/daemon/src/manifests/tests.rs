@@ -241,6 +241,8 @@ fn size_is_no_limit_but_aliases_are() {
     assert_eq!(yaml(text).len(), 1);
 }
 
+mod following;
+
 /// A directory of its own for a test.
 struct Scratch(PathBuf);
 
@@ -261,6 +263,12 @@ impl Scratch {
         fs::write(self.path(name), text).unwrap();
     }
 
+    /// In one step.
+    fn replace(&self, name: &str, text: &str) {
+        self.write("new", text);
+        fs::rename(self.path("new"), self.path(name)).unwrap();
+    }
+
     fn source(&self) -> Source {
         Source::new(vec![self.0.clone()], "n1", true)
     }
@@ -279,6 +287,11 @@ fn changes(source: &mut Source) -> Vec<String> {
 
 fn outcome(source: &mut Source) -> (Vec<String>, Vec<String>) {
     let (changes, problems) = source.rescan();
+    let problems = problems.iter().map(ToString::to_string);
+    (said(changes), problems.collect())
+}
+
+fn said(changes: Vec<Change>) -> Vec<String> {
     let changes = changes.into_iter().map(|change| match change {
         Change::Service(name, Some(service)) => {
             format!("+{} {}", name.name, service.cluster_ips[0])
@@ -293,10 +306,7 @@ fn outcome(source: &mut Source) -> (Vec<String>, Vec<String>) {
             panic!("no manifest tells of links and processes")
         }
     });
-    (
-        changes.collect(),
-        problems.iter().map(ToString::to_string).collect(),
-    )
+    changes.collect()
 }
 
 #[test]
@@ -577,6 +587,11 @@ fn config_map(dir: &Scratch, version: &str, files: &[(&str, &str)]) {
     }
 }
 
+fn watched(path: &std::path::Path) -> (std::sync::mpsc::Receiver<()>, Busy) {
+    let (sender, ticks) = std::sync::mpsc::sync_channel(1);
+    (ticks, watch(&[path.to_owned()], sender).unwrap())
+}
+
 fn wait(ticks: &std::sync::mpsc::Receiver<()>, source: &mut Source, expected: &[&str]) {
     let deadline = Instant::now() + Duration::from_secs(10);
     let mut seen = Vec::new();
@@ -594,7 +609,7 @@ fn wait(ticks: &std::sync::mpsc::Receiver<()>, source: &mut Source, expected: &[
 fn a_watch_notices_what_happens() {
     let dir = Scratch::new("watch");
     dir.write("a.yaml", &service_text("a", "10.0.0.1"));
-    let (ticks, _) = watch(std::slice::from_ref(&dir.0)).unwrap();
+    let (ticks, _) = watched(&dir.0);
     let mut source = dir.source();
     assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
     dir.write("a.yaml", &service_text("a", "10.0.0.2"));
@@ -626,7 +641,7 @@ fn a_file_is_watched_by_its_directory() {
     let dir = Scratch::new("watch-file");
     dir.write("a.yaml", &service_text("a", "10.0.0.1"));
     let path = dir.path("a.yaml");
-    let (ticks, _) = watch(std::slice::from_ref(&path)).unwrap();
+    let (ticks, _) = watched(&path);
     let mut source = Source::new(vec![path], "n1", true);
     assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
     dir.write("new", &service_text("a", "10.0.0.2"));
@@ -640,7 +655,7 @@ fn a_file_is_left_alone_while_it_is_written() {
     let dir = Scratch::new("busy");
     dir.write("a.yaml", &service_text("a", "10.0.0.1"));
     dir.write("b.yaml", &service_text("b", "10.0.0.2"));
-    let (ticks, busy) = watch(std::slice::from_ref(&dir.0)).unwrap();
+    let (ticks, busy) = watched(&dir.0);
     let mut source = dir.source().leaving(busy.clone());
     assert_eq!(changes(&mut source), ["+a 10.0.0.1", "+b 10.0.0.2"]);
     // As `kubectl get -o yaml > a.yaml` does it: empty first, its text a while later.

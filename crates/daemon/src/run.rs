@@ -103,7 +103,8 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     let mut planner = Planner::new(config);
     let objects = match &settings.objects {
         Objects::Manifests(paths) => {
-            let source = Source::new(paths.clone(), &node_name, node.is_none());
+            let memory = place.as_ref().map(|place| place.file("manifests.json"));
+            let source = Source::new(paths.clone(), &node_name, node.is_none()).remembering(memory);
             let sender = sender.clone();
             let tell = move |news| sender.send(Event::Manifests(news)).is_ok();
             manifests::follow(source, tell).context("manifests can't be followed")?;

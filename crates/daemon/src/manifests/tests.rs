@@ -772,6 +772,71 @@ fn another_empty_directory_is_no_word_on_objects() {
     assert!(source.is_complete());
 }
 
+/// A daemon that is started again while the directory is not mounted sees an empty one.
+#[test]
+fn what_a_directory_held_is_known_over_a_restart() {
+    let dir = Scratch::new("restart");
+    let memory = Scratch::new("restart-memory");
+    let file = memory.path("below/manifests.json");
+    let restart = || {
+        let mut source = dir.source().remembering(Some(file.clone()));
+        let (changes, problems) = outcome(&mut source);
+        (changes.len(), problems, source.is_complete())
+    };
+    let refused = |(changes, problems, complete): (usize, Vec<String>, bool), why: &str| {
+        let [problem] = &problems[..] else {
+            panic!("{problems:?}")
+        };
+        assert!(
+            problem.contains(why) && problem.contains("none.yaml"),
+            "{problem}"
+        );
+        assert!(changes == 0 && !complete);
+    };
+    // Nothing is known: what is in the kernel may be of manifests that are not there.
+    let unknown = "whether it ever did is not known";
+    refused(restart(), unknown);
+    refused(restart(), unknown);
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    assert_eq!(restart(), (1, vec![], true));
+    // Not mounted.
+    let mounted = dir.0.with_extension("mounted");
+    let _ = fs::remove_dir_all(&mounted);
+    fs::rename(&dir.0, &mounted).unwrap();
+    fs::create_dir(&dir.0).unwrap();
+    let another = "is another directory than before";
+    refused(restart(), another);
+    refused(restart(), another);
+    // Mounted again, and its last file deleted while nobody looked.
+    fs::rename(&dir.0, dir.0.with_extension("empty")).unwrap();
+    fs::rename(&mounted, &dir.0).unwrap();
+    assert_eq!(restart(), (1, vec![], true));
+    fs::remove_file(dir.path("a.yaml")).unwrap();
+    assert_eq!(restart(), (0, vec![], true));
+    // From then on there is nothing to lose, whichever directory it is.
+    fs::rename(&dir.0, &mounted).unwrap();
+    fs::rename(dir.0.with_extension("empty"), &dir.0).unwrap();
+    assert_eq!(restart(), (0, vec![], true));
+    fs::remove_dir(&mounted).unwrap();
+    // What was kept is lost, or no longer what it was. An empty file says that there is nothing.
+    fs::write(&file, "{").unwrap();
+    refused(restart(), unknown);
+    fs::remove_file(&file).unwrap();
+    refused(restart(), unknown);
+    dir.write("none.yaml", "");
+    assert_eq!(restart(), (0, vec![], true));
+    // Where nothing can be kept, nothing is known, and manifests are read all the same.
+    fs::remove_dir_all(memory.path("below")).unwrap();
+    memory.write("below", "a file");
+    assert_eq!(restart(), (0, vec![], true));
+    fs::remove_file(dir.path("none.yaml")).unwrap();
+    refused(restart(), unknown);
+    // `plan` has no kernel to lose.
+    let mut source = dir.source();
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    assert!(source.is_complete());
+}
+
 /// As `git-sync` does it: the path is a link to a directory, which is pointed to another at once.
 #[test]
 fn a_link_to_another_directory_is_taken_when_there_are_manifests() {

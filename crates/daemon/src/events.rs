@@ -53,6 +53,8 @@ pub enum Reason {
     AddressConflict,
     /// An address that is somebody else's, or that is not allowed.
     AddressRefused,
+    /// A process of the node listens on an address and port of the node for which the Service asks.
+    PortInUse,
     /// The Service has more virtual or real servers than a Service may have.
     TooLarge,
     /// The kernel refuses what the object needs, for a minute or longer.
@@ -74,7 +76,7 @@ impl fmt::Display for Reason {
 }
 
 impl Reason {
-    /// Whether every node finds it alike.
+    /// Whether every node finds it alike: it follows from objects alone.
     fn is_everywhere(self) -> bool {
         matches!(
             self,
@@ -92,6 +94,7 @@ impl Reason {
             Reason::InvalidField
             | Reason::AddressConflict
             | Reason::AddressRefused
+            | Reason::PortInUse
             | Reason::TooLarge => "IgnoreField",
             Reason::FailedToProgram => "ProgramKernel",
             Reason::FailedToSetSysctl => "SetSysctl",
@@ -179,6 +182,7 @@ impl From<&Refused> for Finding {
             object: Object::Service(refused.service.clone()),
             reason: match refused.cause {
                 Cause::VirtualServers(_) | Cause::RealServers(_) => Reason::TooLarge,
+                Cause::Listener => Reason::PortInUse,
                 _ => Reason::AddressRefused,
             },
             note: refused.to_string(),

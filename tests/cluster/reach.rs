@@ -3,10 +3,12 @@
 use std::fs;
 use std::time::Duration;
 
+use serde_json::json;
 use tests::daemon::wait_up_to;
 
-use crate::cluster::with;
-use crate::node::NAME;
+use crate::api::start;
+use crate::cluster::{collection, service, slice, with};
+use crate::node::{NAME, pod_address};
 use crate::plane::HOST;
 
 /// The environment of a pod: the API server's ClusterIP.
@@ -81,5 +83,68 @@ fn a_pod_needs_another_address_than_the_cluster_ip() {
             table.contains("-a -t 10.96.0.81:80")
         });
         node.run(&format!("rm -r {ACCOUNT}"));
+    });
+}
+
+/// A Service that asks for the API server's own address has it but for the API server's port, and the node goes on hearing of
+/// changes, also after a restart.
+#[test]
+fn the_address_of_the_api_server_leads_to_it() {
+    with(|cluster| {
+        start(cluster, "");
+        let node = &cluster.node;
+        let mut web = service("web", "10.96.0.80");
+        web["spec"]["externalIPs"] = json!([HOST]);
+        web["spec"]["ports"] = json!([
+            {"name": "web", "port": 80, "targetPort": 8080},
+            {"name": "api", "port": 6443, "targetPort": 8080},
+        ]);
+        let mut endpoints = slice("web", &[0]);
+        endpoints["ports"] = json!([
+            {"name": "web", "port": 8080, "protocol": "TCP"},
+            {"name": "api", "port": 8080, "protocol": "TCP"},
+        ]);
+        cluster.create(&collection("services"), &web);
+        cluster.create(&collection("endpointslices"), &endpoints);
+        let reached = |when: &str| {
+            node.wait_table(when, |table| {
+                table.contains(&format!("-a -t {HOST}:80 -r {}:8080", pod_address(0)))
+            });
+            let routed = format!("{HOST},tcp:80");
+            wait_up_to(Duration::from_secs(30), when, || {
+                node.run("ipset list KUBE-IPVS-ROUTED").contains(&routed)
+            });
+            assert!(
+                !node.table().contains(&format!("-A -t {HOST}:6443")),
+                "{when}"
+            );
+            let bound = node.run("ip -o addr show dev kube-ipvs0");
+            assert!(!bound.contains(HOST), "{when}: {bound}");
+            assert!(node.ask("pod2", HOST).starts_with("pod0"), "{when}");
+            for from in ["", "ip netns exec pod2 "] {
+                let code = node.run(&format!(
+                    "{from}curl -sk --max-time 5 -o /dev/null -w '%{{http_code}}' https://{HOST}:6443/readyz"
+                ));
+                assert_eq!(code, "200", "{when}, from {from:?}");
+            }
+        };
+        reached("it is served");
+        for cause in [
+            "is a port that the node needs",
+            "is an address that the node needs",
+        ] {
+            assert!(node.log().contains(cause), "{}", node.log());
+        }
+        node.end_daemon("KILL");
+        start(cluster, "");
+        reached("after a restart");
+        cluster.serve("later", "10.96.0.81", &[0]);
+        node.wait_table("changes are heard", |table| {
+            table.contains("-a -t 10.96.0.81:80")
+        });
+        cluster.delete(&format!("{}/web", collection("services")));
+        node.wait_table("its end is heard", |table| {
+            !table.contains(&format!("{HOST}:80"))
+        });
     });
 }

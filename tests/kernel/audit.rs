@@ -85,7 +85,7 @@ pub(crate) fn held(node: &Namespace) -> BTreeSet<String> {
     add("ipvs", &node.tool("ipvsadm -Sn"));
     add("ipset", &node.tool("ipset list -o save"));
     for tool in ["iptables-save", "ip6tables-save"] {
-        for table in ["nat", "filter"] {
+        for table in ["mangle", "nat", "filter"] {
             let saved = node.tool(&format!("{tool} -t {table}"));
             let rules: Vec<&str> = saved.lines().filter(|l| l.starts_with("-A")).collect();
             add(&format!("{tool} {table}"), &rules.join("\n"));

@@ -20,6 +20,8 @@ const CHAINS: [&str; 6] = [
     "KUBE-IPVS-FILTER",
     "KUBE-FORWARD",
 ];
+/// Those in mangle.
+const MANGLE: [&str; 2] = ["KUBE-IPVS-ROUTE", "KUBE-IPVS-MASQ"];
 
 /// Things of other software in each place where the daemon has its own, some with names much like ours.
 const FOREIGN: [&str; 30] = [
@@ -151,6 +153,7 @@ fn foreign(node: &Namespace) -> BTreeMap<String, Vec<String>> {
                 table if table.ends_with("nat") || table.ends_with("filter") => {
                     !words.any(|word| CHAINS.contains(&word))
                 }
+                table if table.ends_with("mangle") => !words.any(|word| MANGLE.contains(&word)),
                 _ => true,
             }
         });
@@ -555,7 +558,7 @@ fn a_plan_is_compared_with_the_kernel() {
     // ClusterIP and node port, TCP and UDP, two families.
     assert_eq!(
         (code, list("virtualServers").len(), list("sets").len()),
-        (0, 8, 40)
+        (0, 8, 42)
     );
     for server in list("virtualServers") {
         assert_eq!(
@@ -608,7 +611,10 @@ fn rules_of_kernel(node: &Namespace) -> Rules {
                 name.clone_into(&mut table);
             }
             let words: Vec<&str> = line.split([' ', ':']).collect();
-            if !words.iter().any(|word| CHAINS.contains(word)) {
+            if !words
+                .iter()
+                .any(|word| CHAINS.contains(word) || MANGLE.contains(word))
+            {
                 continue;
             }
             let key = (tool.to_owned(), table.clone(), words[1].to_owned());

@@ -18,7 +18,7 @@ const METRICS: &str = "127.0.0.1:10249";
 const HEALTH: &str = "[::1]:10256";
 
 /// Code and body of a path, asked on the node itself; `None` when nobody listens.
-fn get(node: &Namespace, address: &str, path: &str) -> Option<(u16, String)> {
+pub(crate) fn get(node: &Namespace, address: &str, path: &str) -> Option<(u16, String)> {
     let address: SocketAddr = address.parse().unwrap();
     let answer = node.enter(|| {
         let mut stream = TcpStream::connect(address).ok()?;

@@ -4,12 +4,14 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::{Command, Output};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use tests::daemon::{Daemon, Manifests, binary, service, slice};
+use tests::daemon::{Daemon, Manifests, binary, service, slice, wait_until};
 use tests::netns::Namespace;
 
 use crate::audit::held;
+use crate::health::get;
 
 fn web() -> String {
     let mut text = service("web", &["10.96.0.10", "fd96::10"], &[("", "TCP", 80, 0)]);
@@ -152,6 +154,72 @@ fn a_tool_that_hangs_is_no_longer_waited_for() {
         "{:?}",
         started.elapsed()
     );
+}
+
+/// A daemon that starts while iptables hangs serves what needs no change of a rule, says what waits, ends when it is asked to,
+/// and does the rest when iptables answers.
+#[test]
+fn a_start_waits_for_no_tool_that_hangs() {
+    let node = Namespace::new();
+    node.enter(|| tests::netns::loopback_up().unwrap());
+    let manifests = Manifests::new();
+    manifests.write("web.yaml", &web());
+    let hangs = manifests.path().with_extension("hangs");
+    let script = format!("[ ! -e {} ] || sleep 1000", hangs.display());
+    let tools = Tools::with("start", "iptables-legacy", &script);
+    let path = format!("PATH={}", tools.path());
+    let start = || {
+        let flags = [NODE_IPS, "--iptables-backend=legacy"];
+        Daemon::start_by(&node, &manifests, &["env", &path], &flags)
+    };
+    let health = || get(&node, "127.0.0.1:10256", "/readyz?verbose").unwrap_or_default();
+    let ends = |daemon: Daemon| {
+        let asked = Instant::now();
+        assert!(daemon.stop().success());
+        assert!(
+            asked.elapsed() < Duration::from_secs(3),
+            "{:?}",
+            asked.elapsed()
+        );
+    };
+    let servers = || node.tool("ipvsadm -Ln");
+    // The first one ever: nothing is bound that no rule guards.
+    fs::write(&hangs, "").unwrap();
+    let daemon = start();
+    wait_until("virtual servers are there", || {
+        servers().contains("10.0.0.2:8080")
+    });
+    wait_until("health says why", || {
+        let (code, text) = health();
+        code == 503 && text.contains("rules or the link can't be read")
+    });
+    assert!(!held(&node).contains("address: 10.96.0.10/32"));
+    ends(daemon);
+    let mut daemon = start();
+    thread::sleep(Duration::from_secs(2));
+    fs::remove_file(&hangs).unwrap();
+    wait_until("all is in force", || {
+        held(&node).contains("address: 10.96.0.10/32")
+    });
+    wait_until("it is ready", || health().0 == 200);
+    assert!(daemon.runs());
+    daemon.crash();
+    // One after another: endpoints change as ever.
+    fs::write(&hangs, "").unwrap();
+    let daemon = start();
+    manifests.write("web.yaml", &web().replace("10.0.0.2", "10.0.0.3"));
+    let began = Instant::now();
+    wait_until("an endpoint is changed", || {
+        servers().contains("10.0.0.3:8080")
+    });
+    assert!(
+        began.elapsed() < Duration::from_secs(3),
+        "{:?}",
+        began.elapsed()
+    );
+    assert!(held(&node).contains("address: 10.96.0.10/32"));
+    ends(daemon);
+    fs::remove_file(&hangs).unwrap();
 }
 
 #[test]

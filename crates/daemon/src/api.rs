@@ -1,4 +1,4 @@
-//! Services, EndpointSlices and the own Node from a Kubernetes API server.
+//! Services, EndpointSlices and the own Node, or all Nodes, from a Kubernetes API server.
 //!
 //! One thread of its own follows all three by list and watch: bookmarks, a new list after 410,
 //! one back-off with jitter for failures of all sorts, and a new client when the files behind the old one changed (a renewed
@@ -16,8 +16,10 @@ mod sent;
 mod server;
 mod told;
 
+use std::collections::BTreeSet;
 use std::time::SystemTime;
 
+use ipvs_proxy_core::guard::Needed;
 use ipvs_proxy_core::model::{Change, ObjectName};
 use ipvs_proxy_netlink::Family;
 
@@ -36,7 +38,7 @@ pub enum Kind {
     Services,
     /// EndpointSlices of all namespaces, but those of headless Services.
     EndpointSlices,
-    /// The own Node.
+    /// The own Node, or all of them.
     Node,
 }
 
@@ -132,7 +134,7 @@ trait Followed: Clone + serde::de::DeserializeOwned + std::fmt::Debug + Send + '
     fn tell(&self, node_name: &str, news: &mut News);
 
     /// Adds that the object of this name is gone.
-    fn tell_gone(name: ObjectName, news: &mut News);
+    fn tell_gone(name: ObjectName, node_name: &str, news: &mut News);
 }
 
 impl Followed for Service {
@@ -145,7 +147,7 @@ impl Followed for Service {
             .push(Change::Service(translated.name, translated.object));
     }
 
-    fn tell_gone(name: ObjectName, news: &mut News) {
+    fn tell_gone(name: ObjectName, _: &str, news: &mut News) {
         news.changes.push(Change::Service(name, None));
     }
 }
@@ -165,7 +167,7 @@ impl Followed for EndpointSlice {
             .push(Change::Slice(translated.name, translated.object));
     }
 
-    fn tell_gone(name: ObjectName, news: &mut News) {
+    fn tell_gone(name: ObjectName, _: &str, news: &mut News) {
         news.changes.push(Change::Slice(name, None));
     }
 }
@@ -173,8 +175,17 @@ impl Followed for EndpointSlice {
 impl Followed for Node {
     const KIND: Kind = Kind::Node;
 
-    fn tell(&self, _: &str, news: &mut News) {
+    fn tell(&self, node_name: &str, news: &mut News) {
         let translated = translate::node(self);
+        // That node says itself what is wrong with it.
+        if &*translated.name.name != node_name {
+            let addresses = translated.object.map(|node| node.addresses);
+            let needed = addresses.into_iter().flatten().map(Needed::host);
+            let by = format!("Node {}", translated.name.name);
+            return news
+                .changes
+                .push(Change::Needed(by.into(), needed.collect()));
+        }
         news.refusals.extend(translated.refusals);
         news.changes.extend(translated.object.map(Change::Node));
         let (networks, refusals) = translate::pod_cidrs(self);
@@ -198,7 +209,13 @@ impl Followed for Node {
 
     /// A Node that is gone is made again, or the machine ends: its addresses and its pods' networks
     /// stay the last word.
-    fn tell_gone(_: ObjectName, news: &mut News) {
+    fn tell_gone(name: ObjectName, node_name: &str, news: &mut News) {
+        if &*name.name != node_name {
+            let by = format!("Node {}", name.name);
+            return news
+                .changes
+                .push(Change::Needed(by.into(), BTreeSet::new()));
+        }
         news.node = Some(NodeFacts {
             ineligible: Some("the Node is gone"),
         });

@@ -58,6 +58,16 @@ pub struct Run {
     /// The API server's address, instead of the one known otherwise
     #[arg(long, value_name = "URL")]
     pub master: Option<String>,
+    /// Follow the addresses of all Nodes, so that no Service takes one from its node; false if not given
+    #[arg(
+        long,
+        value_name = "true|false",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_parser = boolean
+    )]
+    pub watch_all_nodes: Option<bool>,
     /// Name of this node; the host name in lower case when it is not given
     #[arg(long, alias = "hostname-override", value_name = "NAME")]
     pub node_name: Option<String>,
@@ -592,6 +602,10 @@ pub struct Shape {
     /// The bit of the packet mark that asks for masquerading, 0 to 31; 14 if not given
     #[arg(long, value_name = "BIT", allow_negative_numbers = true)]
     pub iptables_masquerade_bit: Option<i32>,
+    /// The bit of the packet mark by which packets to an external address are routed to this node that is an address of another
+    /// host the node needs, 0 to 31; 13 if not given
+    #[arg(long, value_name = "BIT", allow_negative_numbers = true)]
+    pub route_bit: Option<i32>,
     /// How long a real server may drain, 0 (if not given) for no limit, now for not at all; a
     /// Service's annotation ipvs-proxy.io/drain-timeout goes before
     #[arg(long, value_name = "TIME|now")]
@@ -648,6 +662,8 @@ pub enum Output {
     Ipset,
     /// The addresses of kube-ipvs0, one ADDRESS/PREFIX a line.
     Addresses,
+    /// What is routed to the node by a mark, in the words of `ip`: external addresses that the node needs.
+    Routes,
     /// As `iptables-save` and `ip6tables-save`.
     Iptables,
     /// All of it, for programs.

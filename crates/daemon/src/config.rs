@@ -33,6 +33,8 @@ pub struct Settings {
     pub objects: Objects,
     /// The API server's address, where it is not the one that the kubeconfig or the pod's environment names.
     pub master: Option<String>,
+    /// Whether the addresses of all Nodes are followed, so that no Service takes one from its node.
+    pub all_nodes: bool,
     /// The name of this node; the host's where there is none.
     pub node_name: Option<String>,
     /// The node's addresses; those of its links where there are none.
@@ -152,6 +154,7 @@ impl Loaded {
                 "drainTimeout": format_drain_timeout(settings.config.drain_timeout),
                 "drift": format!("{:?}", settings.drift).to_lowercase(),
                 "master": settings.master,
+                "watchAllNodes": settings.all_nodes,
             },
         })
     }

@@ -55,6 +55,8 @@ pub enum Reason {
     AddressRefused,
     /// A process of the node listens on an address and port of the node for which the Service asks.
     PortInUse,
+    /// An address that the node needs is served without being local to the node.
+    AddressNotBound,
     /// The Service has more virtual or real servers than a Service may have.
     TooLarge,
     /// The kernel refuses what the object needs, for a minute or longer.
@@ -83,6 +85,7 @@ impl Reason {
             Reason::InvalidField
                 | Reason::AddressConflict
                 | Reason::AddressRefused
+                | Reason::AddressNotBound
                 | Reason::TooLarge
         )
     }
@@ -96,6 +99,7 @@ impl Reason {
             | Reason::AddressRefused
             | Reason::PortInUse
             | Reason::TooLarge => "IgnoreField",
+            Reason::AddressNotBound => "RouteByMark",
             Reason::FailedToProgram => "ProgramKernel",
             Reason::FailedToSetSysctl => "SetSysctl",
             Reason::FailedToReadKernel => "ReadKernel",
@@ -183,6 +187,7 @@ impl From<&Refused> for Finding {
             reason: match refused.cause {
                 Cause::VirtualServers(_) | Cause::RealServers(_) => Reason::TooLarge,
                 Cause::Listener => Reason::PortInUse,
+                Cause::Routed => Reason::AddressNotBound,
                 _ => Reason::AddressRefused,
             },
             note: refused.to_string(),

@@ -135,6 +135,8 @@ fn kind(key: &Key) -> &'static str {
         Key::VirtualServer(_) => "virtual servers",
         Key::RealServer(..) => "real servers",
         Key::Address(_) => "addresses",
+        Key::Route(_) => "routes",
+        Key::RoutingRule(..) => "routing rules",
     }
 }
 

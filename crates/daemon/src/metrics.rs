@@ -450,6 +450,8 @@ impl Metrics {
             Key::VirtualServer(_) => "virtual_server",
             Key::RealServer(..) => "real_server",
             Key::Address(_) => "address",
+            Key::Route(_) => "route",
+            Key::RoutingRule(..) => "routing_rule",
         };
         let verb = match op {
             Op::Add(..) => "add",
@@ -612,7 +614,8 @@ pub fn families_of(op: &Op) -> impl Iterator<Item = Family> {
         Key::Set(set) | Key::Entry(set, _) => Some(set.family),
         Key::Rules(family, _) => Some(family),
         Key::VirtualServer(vs) | Key::RealServer(vs, _) => Some(vs.family()),
-        Key::Address(address) => Some(Family::of(address)),
+        Key::Address(address) | Key::Route(address) => Some(Family::of(address)),
+        Key::RoutingRule(family, _) => Some(family),
         Key::Link => None,
     };
     Family::ALL

@@ -9,8 +9,7 @@ use ipvs_netlink::{RealServer, VirtualServer, VirtualServerKey};
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::op::Dataplane as _;
 use ipvs_proxy_core::planner::Planner;
-use ipvs_proxy_core::state::Value;
-use ipvs_proxy_core::state::{Key, State};
+use ipvs_proxy_core::state::{Key, ROUTING_TABLE, State, Value};
 use ipvs_proxy_dataplane::kernel::Kernel;
 use ipvs_proxy_netlink::{Causes, Family};
 use serde_json::json;
@@ -138,6 +137,7 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
         Output::Ipvsadm => inspect::save(&servers(&state), None),
         Output::Ipset => sets(&state),
         Output::Addresses => addresses_of(&state),
+        Output::Routes => routes_of(&state),
         Output::Iptables => rules(&state),
         Output::Json => json(&state),
     };
@@ -230,6 +230,30 @@ fn addresses_of(state: &State) -> String {
     text
 }
 
+/// What is routed to the node by a mark, in the words of `ip`.
+fn routes_of(state: &State) -> String {
+    let mut text = String::new();
+    for key in state.keys() {
+        let _ = match key {
+            Key::RoutingRule(family, mark) => {
+                let ip = if *family == Family::V6 { "ip -6" } else { "ip" };
+                writeln!(
+                    text,
+                    "{ip} rule add fwmark {mark:#x}/{mark:#x} table {ROUTING_TABLE}"
+                )
+            }
+            Key::Route(address) => {
+                writeln!(
+                    text,
+                    "ip route add local {address} dev lo table {ROUTING_TABLE}"
+                )
+            }
+            _ => Ok(()),
+        };
+    }
+    text
+}
+
 /// The rules in the form of `iptables-save`, both families.
 fn rules(state: &State) -> String {
     let mut text = String::new();
@@ -249,6 +273,7 @@ fn difference(read: &State, wanted: &State) -> String {
         let mut text = inspect::save(&servers(state), None);
         text.push_str(&sets(state));
         text.push_str(&addresses_of(state));
+        text.push_str(&routes_of(state));
         text.lines().map(str::to_owned).collect()
     };
     let mut read = read.clone();

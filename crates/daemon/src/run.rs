@@ -12,11 +12,11 @@ use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_dataplane::addresses;
 use ipvs_proxy_dataplane::growth::GROWING;
-use ipvs_proxy_dataplane::kernel::{Kernel, OpenError};
+use ipvs_proxy_dataplane::kernel::Kernel;
 use ipvs_proxy_dataplane::notices;
 use ipvs_proxy_dataplane::sysctl;
 use ipvs_proxy_dataplane::timeouts::Timeouts;
-use ipvs_proxy_iptables::{Backend, Choice};
+use ipvs_proxy_iptables::{Backend, Choice, Tools};
 use ipvs_proxy_netlink::{Causes, Family};
 use nix::sys::signal::{SigSet, Signal};
 use tokio::runtime::Runtime;
@@ -48,8 +48,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     let stop = stop_on_signals(sender.clone(), Arc::clone(&begun))?;
     let (runtime, access) = reach(settings)?;
 
-    let mut kernel = open(settings.iptables_backend)?;
-    let no_ipv6 = kernel.keep_working_families();
+    let mut kernel = open(settings.iptables_backend, &sender)?;
     let families = kernel.families().to_vec();
     // Without a folder of its own the daemon does all but keep deadlines over a restart.
     let place = Place::here().map_err(|error| {
@@ -76,7 +75,6 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     kernel.require_scheduler(config.scheduler)?;
     let scheduler = config.scheduler;
     config.families.clone_from(&families);
-    config.random_fully = kernel.tools().version().has_random_fully();
 
     let node_name = match &settings.node_name {
         Some(name) => name.clone(),
@@ -114,18 +112,13 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
             let (found, to_report) = mpsc::channel(FINDINGS);
             findings = Some(found);
             let events = (to_report, Arc::clone(&status));
-            follow(runtime, access, node_name.clone(), sender.clone(), events)?;
+            let nodes = (node_name.clone(), settings.all_nodes);
+            follow(runtime, access, nodes, sender.clone(), events)?;
             controller::Objects::Api(BTreeSet::new())
         }
     };
     if let Some(node) = node {
         planner.apply(Change::Node(node));
-    }
-    if kernel.tools().backend() == Backend::Nft {
-        let sender = sender.clone();
-        let tell = move || sender.send(Event::Rules).is_ok();
-        notices::watch(kernel.own_rules(), &families, tell)
-            .context("changes of iptables rules can't be listened to")?;
     }
     if flags.shape.config.is_some() {
         stop_on_change(
@@ -135,7 +128,6 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
             sender.clone(),
         )?;
     }
-    let wake = sender.clone();
     addresses::watch(move |notices| sender.send(Event::Addresses(notices)).is_ok())?;
     init::adjust_oom_score(settings);
     init::keep_strict_arp(settings, place.as_ref());
@@ -157,41 +149,42 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     info!(
         node = node_name,
         %scheduler,
-        iptables = %kernel.tools().backend(),
         families = families.len(),
         "started"
     );
-    if let Some(why) = no_ipv6 {
-        warn!("IPv4 only: {why}");
-    }
     begun.store(true, Ordering::Relaxed);
-    // When the channel is full, the loop is about to look anyway.
-    let notify = move || drop(wake.try_send(Event::Kernel));
-    let kernel = kernel
-        .detach_rules(notify)
-        .context("the thread for iptables can't be started")?;
     Controller::new(objects, planner, kernel, of_loop, Instant::now).run(&events);
     Ok(())
 }
 
-/// How long after a tool of iptables hung it is tried again.
-const OPEN_AGAIN: Duration = Duration::from_secs(1);
+/// How long a start waits for the tools of iptables. Until they answer, what the node can serve is what it could with them.
+const TOOLS_WAIT: Duration = Duration::from_secs(1);
 
-/// Opens the kernel. Which back end of iptables the host uses can't be known while its tools hang: that is waited for, and
-/// what the kernel holds goes on meanwhile.
-fn open(iptables: Choice) -> Result<Kernel, OpenError> {
-    let mut told = false;
-    loop {
-        match Kernel::open(&Family::ALL, iptables) {
-            Err(OpenError::Iptables(error @ ipvs_proxy_iptables::Error::TooLong { .. })) => {
-                if !std::mem::replace(&mut told, true) {
-                    warn!(%error, "iptables hangs; will be tried again, and nothing is changed before");
-                }
-                thread::sleep(OPEN_AGAIN);
-            }
-            opened => return opened,
+/// Opens the kernel, with all that runs iptables on a thread of its own.
+fn open(iptables: Choice, sender: &SyncSender<Event>) -> Result<Kernel> {
+    let kernel = Kernel::open_with(&Family::ALL, Tools::later(iptables))?;
+    let (own, listener, wake) = (kernel.own_rules(), sender.clone(), sender.clone());
+    let found = move |tools: &Tools| {
+        let (Ok(backend), Ok(version)) = (tools.backend(), tools.version()) else {
+            return;
+        };
+        info!(iptables = %backend, %version, "found the tools of iptables");
+        let tell = move || listener.send(Event::Rules).is_ok();
+        if backend == Backend::Nft
+            && let Err(error) = notices::watch(own, &Family::ALL, tell)
+        {
+            error!(error = %Causes(&error), "changes of iptables rules can't be listened to; only audits find them");
         }
+    };
+    // When the channel is full, the loop is about to look anyway.
+    let notify = move || drop(wake.try_send(Event::Kernel));
+    let mut kernel = kernel
+        .detach_rules(found, notify)
+        .context("the thread for iptables can't be started")?;
+    if !kernel.await_tools(TOOLS_WAIT)? {
+        warn!("iptables does not answer; what needs a change of its rules waits, and nothing else");
     }
+    Ok(kernel)
 }
 
 /// Findings that may wait to be looked at.
@@ -315,13 +308,13 @@ fn reach(settings: &Settings) -> Result<(Runtime, Access)> {
 fn follow(
     runtime: Runtime,
     mut access: Access,
-    node_name: String,
+    (node_name, all_nodes): (String, bool),
     sender: SyncSender<Event>,
     (findings, status): (mpsc::Receiver<Finding>, Arc<Status>),
 ) -> Result<()> {
     access.requests = status.metrics.requests.clone();
     let follow = move || {
-        let follow = api::follow(&access, &node_name, &sender);
+        let follow = api::follow(&access, &node_name, all_nodes, &sender);
         let write = events::write(&access, &node_name, findings, &status);
         runtime.block_on(futures::future::join(follow, write));
     };

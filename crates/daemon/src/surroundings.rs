@@ -12,16 +12,20 @@ use std::time::{Duration, Instant};
 
 use ipset_rs::Entry;
 use ipvs_netlink::VirtualServerKey;
-use ipvs_proxy_core::guard::Listener;
+use ipvs_proxy_core::guard::{Listener, Needed};
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::op::{Dataplane, Op, Outcome};
-use ipvs_proxy_core::state::{Key, Role, State};
+use ipvs_proxy_core::state::{Key, Role, State, serving_entries};
 use ipvs_proxy_dataplane::routers::routers;
 use ipvs_proxy_netlink::Protocol;
 use tracing::warn;
 
 use crate::translate::parse_address;
 
+/// By whose name the addresses of the API server are needed.
+pub const API_SERVER: &str = "API server";
+/// The port of name servers.
+const DNS: u16 = 53;
 /// Where the node's resolvers are named: the second are those behind systemd's own.
 const RESOLVERS: [&str; 2] = ["/etc/resolv.conf", "/run/systemd/resolve/resolv.conf"];
 /// Sockets by protocol, and the state in which one waits for clients (`TCP_LISTEN`, `TCP_CLOSE` of <net/tcp_states.h>).
@@ -37,7 +41,7 @@ const KEPT: Duration = Duration::from_secs(600);
 /// What was seen the last time.
 #[derive(Debug, Default)]
 pub struct Surroundings {
-    needed: BTreeMap<Arc<str>, BTreeSet<IpAddr>>,
+    needed: BTreeMap<Arc<str>, BTreeSet<Needed>>,
     listeners: BTreeMap<Listener, Instant>,
     told: BTreeSet<String>,
 }
@@ -47,7 +51,8 @@ impl Surroundings {
     pub fn look(&mut self, now: Instant) -> Vec<Change> {
         let mut changes = Vec::new();
         match routers() {
-            Ok(routers) => changes.extend(self.need("routers", routers)),
+            Ok(routers) => changes
+                .extend(self.need("routers", routers.into_iter().map(Needed::host).collect())),
             Err(error) => self.tell(format!("the node's routes can't be listed: {error}")),
         }
         let files = RESOLVERS.iter().filter_map(|path| {
@@ -55,7 +60,11 @@ impl Surroundings {
             let lines = BufReader::new(file).lines().map_while(Result::ok);
             Some(resolvers(lines.take(1000)))
         });
-        changes.extend(self.need("resolvers", files.flatten().collect()));
+        let resolvers = files.flatten().map(|address| Needed {
+            address,
+            port: Some(DNS),
+        });
+        changes.extend(self.need("resolvers", resolvers.collect()));
         for (protocol, path, waits) in SOCKETS {
             let Ok(file) = File::open(path) else { continue };
             let lines = BufReader::new(file).lines().map_while(Result::ok).skip(1);
@@ -79,8 +88,8 @@ impl Surroundings {
         }
     }
 
-    fn need(&mut self, by: &str, mut addresses: BTreeSet<IpAddr>) -> Option<Change> {
-        addresses.retain(|address| !address.is_loopback());
+    fn need(&mut self, by: &str, mut addresses: BTreeSet<Needed>) -> Option<Change> {
+        addresses.retain(|needed| !needed.address.is_loopback());
         let old = self.needed.insert(by.into(), addresses.clone());
         (old.as_ref() != Some(&addresses)).then(|| Change::Needed(by.into(), addresses))
     }
@@ -113,9 +122,9 @@ impl Surroundings {
     }
 }
 
-/// What to remove from a kernel so that needed addresses lead where they should: first the address, then what IPVS does with
-/// the node's own packets to it.
-fn to_free(needed: &BTreeMap<Arc<str>, BTreeSet<IpAddr>>, state: &State) -> Vec<Op> {
+/// What to remove from a kernel so that needed addresses lead where they should: first the address, then what marks packets, then
+/// what IPVS does with the node's own packets to it.
+fn to_free(needed: &BTreeMap<Arc<str>, BTreeSet<Needed>>, state: &State) -> Vec<Op> {
     let of_cluster = state.keys().filter_map(|key| match key {
         Key::Entry(set, Entry::IpPort(address, ..)) if set.role == Role::ClusterIp => {
             Some(*address)
@@ -123,19 +132,45 @@ fn to_free(needed: &BTreeMap<Arc<str>, BTreeSet<IpAddr>>, state: &State) -> Vec<
         _ => None,
     });
     let of_cluster: BTreeSet<IpAddr> = of_cluster.collect();
-    let taken: BTreeSet<IpAddr> = needed
-        .values()
-        .flatten()
-        .filter(|address| state.contains_key(&Key::Address(**address)))
-        .filter(|address| !of_cluster.contains(address))
-        .copied()
+    let mut all: BTreeSet<Needed> = needed.values().flatten().copied().collect();
+    // Behind the ClusterIP of the API server is what the node needs.
+    let api_server = needed.get(API_SERVER);
+    let at_api_server = |at: &VirtualServerKey| {
+        let VirtualServerKey::Address { address, port, .. } = *at else {
+            return false;
+        };
+        let port = Some(port);
+        api_server.is_some_and(|needed| needed.contains(&Needed { address, port }))
+    };
+    all.extend(state.keys().filter_map(|key| match key {
+        Key::RealServer(vs, server) if at_api_server(vs) => Some(Needed {
+            address: server.address,
+            port: Some(server.port),
+        }),
+        _ => None,
+    }));
+    all.retain(|needed| !of_cluster.contains(&needed.address));
+    let bound: BTreeSet<IpAddr> = { all.iter().map(|needed| needed.address) }
+        .filter(|address| state.contains_key(&Key::Address(*address)))
         .collect();
-    let servers = state.keys().filter(|key| {
-        matches!(key, Key::VirtualServer(VirtualServerKey::Address { address, .. })
-            if taken.contains(address))
+    let servers = state.keys().filter_map(|key| match key {
+        Key::VirtualServer(vs @ VirtualServerKey::Address { address, port, .. }) => {
+            let (address, port) = (*address, Some(*port));
+            let taken = bound.contains(&address) || all.contains(&Needed { address, port });
+            taken.then_some(vs)
+        }
+        _ => None,
     });
-    let addresses = taken.iter().map(|address| Key::Address(*address));
-    addresses.chain(servers.copied()).map(Op::Remove).collect()
+    let servers: Vec<&VirtualServerKey> = servers.collect();
+    let entries = servers.iter().flat_map(|vs| serving_entries(vs));
+    let entries = entries.filter(|entry| state.contains_key(entry));
+    let addresses = bound.iter().map(|address| Key::Address(*address));
+    let servers = servers.iter().map(|vs| Key::VirtualServer(**vs));
+    addresses
+        .chain(entries)
+        .chain(servers)
+        .map(Op::Remove)
+        .collect()
 }
 
 /// The addresses that lines of resolv.conf name, zones of IPv6 link-local ones aside.
@@ -265,13 +300,18 @@ mod tests {
             before.commit(ops.into_iter().zip(outcomes), now);
         }
         let mut surroundings = Surroundings::default();
-        let needed = [
-            ip("10.96.0.10"),
-            ip("192.0.2.1"),
-            ip("192.0.2.3"),
-            ip("192.0.2.9"),
+        let at = |address, port| Needed {
+            address: ip(address),
+            port: Some(port),
+        };
+        let of_api_server = [
+            at("10.96.0.10", 443),
+            at("192.0.2.1", 6443),
+            at("192.0.2.9", 6443),
         ];
-        surroundings.note(&Change::Needed("API server".into(), needed.into()));
+        surroundings.note(&Change::Needed(API_SERVER.into(), of_api_server.into()));
+        let router = [Needed::host(ip("192.0.2.3"))];
+        surroundings.note(&Change::Needed("routers".into(), router.into()));
         surroundings.free(&mut kernel);
         let server = |address| {
             Key::VirtualServer(VirtualServerKey::Address {

@@ -43,7 +43,7 @@ pub(crate) fn no_ipv6_by(tools: &Tools) -> Option<String> {
         _ => None,
     };
     no_ipv6().or_else(|| match tools.backend() {
-        Backend::Legacy => no_table(Table::Nat).or_else(|| no_table(Table::Filter)),
-        Backend::Nft => None,
+        Ok(Backend::Legacy) => no_table(Table::Nat).or_else(|| no_table(Table::Filter)),
+        Ok(Backend::Nft) | Err(_) => None,
     })
 }

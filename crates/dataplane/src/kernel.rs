@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use ipset_rs::{Change, Entry};
 use ipvs_netlink::{
@@ -16,7 +17,7 @@ use ipvs_proxy_core::op::{
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::rules as core_rules;
 use ipvs_proxy_core::state::{Key, Set, State, Value, is_ours};
-use ipvs_proxy_iptables::{Choice, Ruleset, Tools};
+use ipvs_proxy_iptables::{Choice, Error, Ruleset, Tools};
 use ipvs_proxy_netlink::{Family, Socket, Subsystem as NetlinkSubsystem};
 
 use crate::capabilities::{self, Capability};
@@ -27,6 +28,7 @@ use crate::links::{self, AddressChange, LinkError, Links};
 use crate::modules::{self, Loading};
 use crate::notices::OwnRules;
 use crate::outcomes::{failed, outcome_of_link, outcome_of_server, outcome_of_set, unread};
+use crate::routes::Routes;
 use crate::rules::{Differences, Rules, present};
 use crate::worker::{Answer, Job, Worker};
 
@@ -64,6 +66,7 @@ pub struct Kernel {
     ipvs: ipvs_netlink::Client,
     ipset: ipset_rs::Client,
     links: Links,
+    routes: Routes,
     flows: Flows,
     tools: Tools,
     own_rules: OwnRules,
@@ -93,6 +96,15 @@ impl Kernel {
     /// # Errors
     /// An error that names what is missing: the module, the tool, the privilege.
     pub fn open(families: &[Family], iptables: Choice) -> Result<Kernel, OpenError> {
+        let tools = Tools::find(iptables)?;
+        Kernel::open_with(families, tools)
+    }
+
+    /// As [`open`](Kernel::open), with tools that may still have to be found.
+    ///
+    /// # Errors
+    /// As there, but for those of the tools.
+    pub fn open_with(families: &[Family], tools: Tools) -> Result<Kernel, OpenError> {
         let missing = capabilities::missing();
         if !missing.is_empty() {
             return Err(OpenError::Capabilities(missing));
@@ -110,7 +122,6 @@ impl Kernel {
             open.map_err(links::failed("open nfnetlink"))
         };
         let ipset = ipset_rs::Client::open()?;
-        let tools = Tools::find(iptables)?;
         let own_rules = OwnRules::default();
         let rules = Rules {
             tools: tools.clone(),
@@ -123,6 +134,7 @@ impl Kernel {
             ipvs,
             ipset,
             links: Links::open()?,
+            routes: Routes::open()?,
             flows: Flows::open().map_err(links::failed("open nfnetlink"))?,
             tools,
             own_rules,
@@ -136,16 +148,62 @@ impl Kernel {
 
     /// From now on what runs iptables is done on a thread of its own, and nothing else waits for it: ops
     /// that need it are [`Outcome::Started`], and all rules are [unread](Reading::unread) first.
-    /// `notify` is called on that thread when [`Dataplane::finished`] has something to tell.
+    /// `notify` is called on that thread when [`Dataplane::finished`] has something to tell. Tools that are not found yet
+    /// are found there, and `found` is called then; what they [show](Finished::Tools) is told.
     ///
     /// # Errors
     /// If the thread can't be started; nothing can be done with rules then.
-    pub fn detach_rules(self, notify: impl Fn() + Send + 'static) -> io::Result<Kernel> {
+    pub fn detach_rules(
+        self,
+        found: impl FnOnce(&Tools) + Send + 'static,
+        notify: impl Fn() + Send + 'static,
+    ) -> io::Result<Kernel> {
         let rules = match self.rules {
-            Hands::Here(rules) => Hands::Away(Worker::start(*rules, notify)?),
+            Hands::Here(rules) => Hands::Away(Worker::start(*rules, found, notify)?),
             away @ Hands::Away(_) => away,
         };
         Ok(Kernel { rules, ..self })
+    }
+
+    /// Waits for tools that are found [on another thread](Kernel::detach_rules), no longer than this: so long the families
+    /// are those that work as far as can be known without tools. Whether they were found.
+    ///
+    /// # Errors
+    /// When there are no such tools. One that hangs is none: it is looked for again with each op on rules.
+    pub fn await_tools(&mut self, within: Duration) -> Result<bool, OpenError> {
+        let end = Instant::now() + within;
+        let mut hang = false;
+        while let Hands::Away(worker) = &self.rules
+            && !hang
+            && Instant::now() < end
+        {
+            for answer in worker.answers() {
+                match answer {
+                    Answer::Tools(Ok(shown)) => {
+                        self.take(Answer::Tools(Ok(shown)));
+                        return Ok(true);
+                    }
+                    Answer::Tools(Err(error @ Error::TooLong { .. })) => {
+                        tracing::debug!(%error, "tools of iptables hang");
+                        hang = true;
+                    }
+                    Answer::Tools(Err(error)) => return Err(error.into()),
+                    other => self.take(other),
+                }
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        if let Some(why) = families::no_ipv6() {
+            self.leave_ipv6(&why);
+        }
+        Ok(false)
+    }
+
+    fn leave_ipv6(&mut self, why: &str) {
+        if self.families.contains(&Family::V6) {
+            self.families.retain(|family| *family != Family::V6);
+            tracing::warn!("IPv4 only: {why}");
+        }
     }
 
     /// From now on reads only the families that the node can serve: IPv4, and IPv6 unless it is told why not
@@ -308,8 +366,8 @@ impl Kernel {
         match &mut self.rules {
             Hands::Here(rules) => match job.run(rules) {
                 Answer::Done(_, outcome) => outcome,
-                read @ Answer::Read(..) => {
-                    self.take(read);
+                other => {
+                    self.take(other);
                     Outcome::Done
                 }
             },
@@ -323,6 +381,14 @@ impl Kernel {
     /// Takes in what became of a job, for [`Dataplane::finished`] to tell.
     fn take(&mut self, answer: Answer) {
         match answer {
+            Answer::Tools(Ok(shown)) => {
+                if let Some(why) = shown.no_ipv6 {
+                    self.leave_ipv6(&why);
+                }
+                self.tell(Finished::Tools(self.families.clone(), shown.random_fully));
+            }
+            // Each job tells it.
+            Answer::Tools(Err(_)) => {}
             Answer::Done(op, outcome) => self.tell(Finished::Op(op, outcome)),
             Answer::Read(key, wanted, read) => {
                 let (told, misplaced) = match read {
@@ -505,6 +571,9 @@ impl Kernel {
             .iter()
             .filter(|vip| self.families.contains(&Family::of(**vip)));
         state.extend(ours.map(|vip| (Key::Address(*vip), Value::Present)));
+        for family in self.families.clone() {
+            self.routes.read(family, state).map_err(|e| unread(&e))?;
+        }
         self.read_sets(state)?;
         let mut servers = Vec::new();
         let servers_there = self.ipvs.virtual_servers();
@@ -536,6 +605,9 @@ impl Dataplane for Kernel {
                 Subsystem::Ipset => outcomes.extend(self.sets(run)),
                 Subsystem::Ipvs => outcomes.extend(self.servers(run)),
                 Subsystem::Address => outcomes.extend(self.addresses(run)),
+                Subsystem::Routes => {
+                    outcomes.extend(self.routes.apply(run).into_iter().map(outcome_of_link));
+                }
                 Subsystem::Rules => {
                     outcomes.extend(run.iter().map(|op| self.work(Job::Rules(op.clone()))));
                 }
@@ -672,6 +744,7 @@ enum Subsystem {
     Ipset,
     Ipvs,
     Address,
+    Routes,
     Rules,
     Link,
 }
@@ -681,6 +754,7 @@ fn subsystem(op: &Op) -> Subsystem {
         Key::Set(_) | Key::Entry(..) => Subsystem::Ipset,
         Key::VirtualServer(_) | Key::RealServer(..) => Subsystem::Ipvs,
         Key::Address(_) => Subsystem::Address,
+        Key::Route(_) | Key::RoutingRule(..) => Subsystem::Routes,
         Key::Rules(..) => Subsystem::Rules,
         Key::Link => Subsystem::Link,
     }

@@ -13,6 +13,7 @@
 //! | [`modules`] | loads kernel modules |
 //! | [`notices`] | tells when somebody else changes iptables rules in nf_tables |
 //! | `outcomes` | what the kernel's answers mean |
+//! | [`routes`] | the routing table with the VIPs that are not on the dummy link |
 //! | `rules` | iptables rules: compares, writes |
 //! | [`sysctl`] | the sysctls without which Services do not work, and those of connection tracking |
 //! | [`timeouts`] | the timeouts of IPVS |
@@ -47,6 +48,7 @@ pub mod notices;
 mod outcomes;
 pub mod ports;
 pub mod routers;
+pub mod routes;
 mod rules;
 pub mod sysctl;
 pub mod timeouts;

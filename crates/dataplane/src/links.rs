@@ -10,15 +10,15 @@ use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessa
 use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 
-const NLM_F_CREATE: u16 = 0x400; // <linux/netlink.h>
-const NLM_F_EXCL: u16 = 0x200; // <linux/netlink.h>
+pub(crate) const NLM_F_CREATE: u16 = 0x400; // <linux/netlink.h>
+pub(crate) const NLM_F_EXCL: u16 = 0x200; // <linux/netlink.h>
 const ENODEV: i32 = 19; // <asm-generic/errno-base.h>
 const EEXIST: i32 = 17; // <asm-generic/errno-base.h>
 const EOPNOTSUPP: i32 = 95; // <asm-generic/errno.h>
 const EADDRNOTAVAIL: i32 = 99; // <asm-generic/errno.h>
 
 /// How often a list that changed while it was read is read again.
-const LISTINGS: usize = 10;
+pub(crate) const LISTINGS: usize = 10;
 
 /// Why a link or an address can't be had.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -286,7 +286,7 @@ pub(crate) fn failed(what: &str) -> impl Fn(Error) -> LinkError + use<> {
     }
 }
 
-fn request(message: RouteNetlinkMessage, flags: u16) -> Request {
+pub(crate) fn request(message: RouteNetlinkMessage, flags: u16) -> Request {
     let mut payload = vec![0; message.buffer_len()];
     message.emit(&mut payload);
     Request {

@@ -77,7 +77,7 @@ impl Rules {
 
     fn write(&mut self, family: Family, text: &str) -> Result<(), Error> {
         let write = || self.tools.restore(family, text);
-        match self.tools.backend() {
+        match self.tools.backend()? {
             Backend::Nft => {
                 let transactions = text.lines().filter(|line| *line == "COMMIT").count();
                 self.own.during(&mut self.netfilter, transactions, write)
@@ -227,7 +227,7 @@ pub(crate) fn present(tools: &Tools, rules: &Ruleset) -> Result<Present, ReadErr
     }
 }
 
-fn kind(error: &Error) -> FailureKind {
+pub(crate) fn kind(error: &Error) -> FailureKind {
     match error {
         Error::Incompatible { .. } | Error::NoTable { .. } | Error::Missing { .. } => {
             FailureKind::Node

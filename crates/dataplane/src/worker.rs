@@ -8,9 +8,11 @@ use std::{fmt, io};
 
 use ipvs_proxy_core::op::{Op, Outcome, ReadError};
 use ipvs_proxy_core::state::{Key, Set};
-use ipvs_proxy_iptables::{Ruleset, program::Stop};
+use ipvs_proxy_iptables::{Error, Ruleset, Tools, program::Stop};
 
-use crate::rules::{Compared, Rules};
+use crate::families;
+use crate::outcomes::{failed, unread};
+use crate::rules::{self, Compared, Rules};
 
 /// How long the end of the thread is waited for. What it runs is killed within some milliseconds.
 const LAST_WAIT: Duration = Duration::from_secs(2);
@@ -31,11 +33,40 @@ pub(crate) enum Job {
 /// What became of a job.
 #[derive(Debug)]
 pub(crate) enum Answer {
+    /// The tools were looked for, of which no job has to tell.
+    Tools(Result<Shown, Error>),
     Done(Op, Outcome),
     Read(Key, Box<Ruleset>, Result<Compared, ReadError>),
 }
 
+/// What the tools show of the node.
+#[derive(Debug)]
+pub(crate) struct Shown {
+    /// Why it can't serve IPv6.
+    pub(crate) no_ipv6: Option<String>,
+    pub(crate) random_fully: bool,
+}
+
+impl Shown {
+    fn by(tools: &Tools) -> Result<Shown, Error> {
+        Ok(Shown {
+            random_fully: tools.version()?.has_random_fully(),
+            no_ipv6: families::no_ipv6_by(tools),
+        })
+    }
+}
+
 impl Job {
+    /// What becomes of it without tools.
+    fn fail(self, error: &Error) -> Answer {
+        match self {
+            Job::Rules(op) | Job::Replace(op, _) | Job::Destroy(op, _) => {
+                Answer::Done(op, failed(rules::kind(error), error))
+            }
+            Job::Read(key, wanted) => Answer::Read(key, wanted, Err(unread(error))),
+        }
+    }
+
     pub(crate) fn run(self, rules: &mut Rules) -> Answer {
         match self {
             Job::Rules(op) => {
@@ -85,38 +116,54 @@ impl fmt::Debug for Worker {
 }
 
 impl Worker {
-    /// Starts the thread in the network namespace of the calling one. It calls `notify` after each job.
+    /// Starts the thread in the network namespace of the calling one. It looks for the tools first, and before each job until
+    /// it has found them; then it calls `found`, once. It calls `notify` after each answer.
     pub(crate) fn start(
         mut rules: Rules,
+        found: impl FnOnce(&Tools) + Send + 'static,
         notify: impl Fn() + Send + 'static,
     ) -> io::Result<Worker> {
         let shared = Arc::new(Shared::default());
         let stop = rules.tools.stop();
         let of_thread = Arc::clone(&shared);
+        let mut found = (!rules.tools.are_found()).then_some(found);
         let work = move || {
+            // The first time for no job.
+            let mut job = None;
             loop {
+                let shown = found.as_ref().map(|_| Shown::by(&rules.tools));
+                let answers = match (shown, job) {
+                    (None, job) => [None, job.map(|job: Job| job.run(&mut rules))],
+                    (Some(Ok(shown)), job) => {
+                        if let Some(found) = found.take() {
+                            found(&rules.tools);
+                        }
+                        let done = job.map(|job| job.run(&mut rules));
+                        [Some(Answer::Tools(Ok(shown))), done]
+                    }
+                    (Some(Err(error)), Some(job)) => [Some(job.fail(&error)), None],
+                    (Some(Err(error)), None) => [Some(Answer::Tools(Err(error))), None],
+                };
                 let mut queue = of_thread.queue();
-                let job = loop {
+                if queue.ended {
+                    return;
+                }
+                queue.answers.extend(answers.into_iter().flatten());
+                drop(queue);
+                notify();
+                let mut queue = of_thread.queue();
+                job = loop {
                     if queue.ended {
                         return;
                     }
                     match queue.jobs.pop_front() {
-                        Some(job) => break job,
+                        Some(job) => break Some(job),
                         None => {
                             let woken = of_thread.wake.wait(queue);
                             queue = woken.unwrap_or_else(PoisonError::into_inner);
                         }
                     }
                 };
-                drop(queue);
-                let answer = job.run(&mut rules);
-                let mut queue = of_thread.queue();
-                if queue.ended {
-                    return;
-                }
-                queue.answers.push(answer);
-                drop(queue);
-                notify();
             }
         };
         let thread = thread::Builder::new()

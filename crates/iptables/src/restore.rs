@@ -4,6 +4,7 @@ use std::fmt;
 use std::io;
 use std::process::Output;
 use std::str::FromStr;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use ipvs_proxy_netlink::Family;
@@ -195,10 +196,17 @@ pub enum Error {
     },
 }
 
-/// The iptables tools of one back end.
+/// The iptables tools of one back end, found when they are first needed ([`Tools::later`]) or before. Clones find them once
+/// for all.
 #[derive(Debug, Clone)]
 pub struct Tools {
     stop: Stop,
+    choice: Choice,
+    found: Arc<OnceLock<Found>>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Found {
     backend: Backend,
     version: Version,
     /// What stands between `iptables` and `-restore`: `-nft`, `-legacy` or nothing.
@@ -218,40 +226,80 @@ impl Tools {
     ///
     /// [`Error::Missing`] when no iptables of that back end is installed.
     pub fn find(choice: Choice) -> Result<Tools, Error> {
-        match choice {
-            Choice::Nft => Tools::of(Backend::Nft),
-            Choice::Legacy => Tools::of(Backend::Legacy),
-            Choice::Auto => match (Tools::of(Backend::Nft), Tools::of(Backend::Legacy)) {
-                (Ok(nft), Ok(legacy)) => Ok(Tools::in_use(nft, legacy)),
+        let tools = Tools::later(choice);
+        tools.found()?;
+        Ok(tools)
+    }
+
+    /// Tools that are [found](Tools::find) by whoever needs them first; until then, each call fails as that does.
+    #[must_use]
+    pub fn later(choice: Choice) -> Tools {
+        Tools {
+            stop: Stop::default(),
+            choice,
+            found: Arc::default(),
+        }
+    }
+
+    /// Whether they were found already.
+    #[must_use]
+    pub fn are_found(&self) -> bool {
+        self.found.get().is_some()
+    }
+
+    fn found(&self) -> Result<Found, Error> {
+        if let Some(found) = self.found.get() {
+            return Ok(*found);
+        }
+        let of = |backend| self.of(backend);
+        let found = match self.choice {
+            Choice::Nft => of(Backend::Nft),
+            Choice::Legacy => of(Backend::Legacy),
+            Choice::Auto => match (of(Backend::Nft), of(Backend::Legacy)) {
+                (Ok(nft), Ok(legacy)) => Ok(self.in_use(nft, legacy)),
                 (Ok(only), Err(_)) | (Err(_), Ok(only)) => Ok(only),
                 (Err(Error::Missing { .. }), Err(Error::Missing { .. })) => Err(Error::Missing {
                     program: "iptables-restore".to_owned(),
                 }),
                 (Err(Error::Missing { .. }), Err(error)) | (Err(error), Err(_)) => Err(error),
             },
+        }?;
+        // A tool that was killed for it shows nothing.
+        if self.stop.is_set() {
+            return Err(Error::Stopped {
+                program: "iptables".to_owned(),
+            });
+        }
+        Ok(*self.found.get_or_init(|| found))
+    }
+
+    /// The tools of one back end, with the same [`Stop`].
+    fn only(&self, found: Found) -> Tools {
+        Tools {
+            stop: self.stop(),
+            choice: self.choice,
+            found: Arc::new(OnceLock::from(found)),
         }
     }
 
-    fn of(backend: Backend) -> Result<Tools, Error> {
+    fn of(&self, backend: Backend) -> Result<Found, Error> {
         let variant = match backend {
             Backend::Nft => "-nft",
             Backend::Legacy => "-legacy",
         };
         let named = format!("iptables{variant}-restore");
         if which(&named).is_some() {
-            let (version, _) = version(&format!("iptables{variant}"))?;
-            return Ok(Tools {
-                stop: Stop::default(),
+            let (version, _) = version(&format!("iptables{variant}"), &self.stop)?;
+            return Ok(Found {
                 backend,
                 version,
                 variant,
             });
         }
         if which("iptables-restore").is_some() {
-            let (version, plain) = version("iptables")?;
+            let (version, plain) = version("iptables", &self.stop)?;
             if plain == backend {
-                return Ok(Tools {
-                    stop: Stop::default(),
+                return Ok(Found {
                     backend,
                     version,
                     variant: "",
@@ -261,21 +309,22 @@ impl Tools {
         Err(Error::Missing { program: named })
     }
 
-    fn in_use(nft: Tools, legacy: Tools) -> Tools {
-        let (nft_text, legacy_text) = (nft.everything(), legacy.everything());
-        let plain = version("iptables").map_or(Backend::Nft, |(_, backend)| backend);
+    fn in_use(&self, nft: Found, legacy: Found) -> Found {
+        let [of_nft, of_legacy] = [nft, legacy].map(|found| self.only(found));
+        let (nft_text, legacy_text) = (of_nft.everything(), of_legacy.everything());
+        let plain = version("iptables", &self.stop).map_or(Backend::Nft, |(_, backend)| backend);
         match backend_in_use(&nft_text, &legacy_text) {
             Some(Backend::Nft) => nft,
             Some(Backend::Legacy) => legacy,
             None if plain == Backend::Nft => {
-                if nft.works() || !legacy.works() {
+                if of_nft.works() || !of_legacy.works() {
                     nft
                 } else {
                     legacy
                 }
             }
             None => {
-                if legacy.works() || !nft.works() {
+                if of_legacy.works() || !of_nft.works() {
                     legacy
                 } else {
                     nft
@@ -302,18 +351,21 @@ impl Tools {
     /// `iptables-nft` prints empty tables. Writing by xtables would have to wait for its lock.
     fn works(&self) -> bool {
         let probe = "*filter\n:IPVS-PROXY-PROBE - [0:0]\n-X IPVS-PROXY-PROBE\nCOMMIT\n";
-        let (action, arguments, input): (_, &[&str], _) = match self.backend {
-            Backend::Nft => ("restore", &["--noflush"], Some(probe)),
-            Backend::Legacy => ("save", &["-t", "filter"], None),
+        let (action, arguments, input): (_, &[&str], _) = match self.backend() {
+            Ok(Backend::Nft) => ("restore", &["--noflush"], Some(probe)),
+            _ => ("save", &["-t", "filter"], None),
         };
         self.run(Family::V4, action, arguments, input, PROBE_TIME)
             .is_ok()
     }
 
     /// The back end of these tools.
-    #[must_use]
-    pub fn backend(&self) -> Backend {
-        self.backend
+    ///
+    /// # Errors
+    ///
+    /// As [`Tools::find`], where they are not found yet.
+    pub fn backend(&self) -> Result<Backend, Error> {
+        Ok(self.found()?.backend)
     }
 
     /// Ends what these tools, and clones of this value, run.
@@ -323,9 +375,12 @@ impl Tools {
     }
 
     /// The version of these tools.
-    #[must_use]
-    pub fn version(&self) -> Version {
-        self.version
+    ///
+    /// # Errors
+    ///
+    /// As [`Tools::backend`].
+    pub fn version(&self) -> Result<Version, Error> {
+        Ok(self.found()?.version)
     }
 
     /// What `iptables-save -t TABLE` prints. The legacy tool creates the table when the kernel has
@@ -382,11 +437,11 @@ impl Tools {
             family: but_for.family,
             tables: Vec::new(),
         };
-        let other = Tools::of(match self.backend {
+        let other = self.of(match self.backend().ok()? {
             Backend::Nft => Backend::Legacy,
             Backend::Legacy => Backend::Nft,
-        })
-        .ok();
+        });
+        let other = other.ok().map(|found| self.only(found));
         let places = [Some((self, but_for)), other.as_ref().map(|o| (o, &nothing))];
         places.into_iter().flatten().find_map(|(tools, but_for)| {
             Family::ALL.into_iter().find_map(|family| {
@@ -409,7 +464,7 @@ impl Tools {
         if text.is_empty() {
             return Ok(());
         }
-        let wait: &[&str] = if self.version.has_restore_wait() {
+        let wait: &[&str] = if self.version()?.has_restore_wait() {
             &["--noflush", "--wait", LOCK_WAIT_S]
         } else {
             &["--noflush"]
@@ -425,7 +480,8 @@ impl Tools {
             Family::V4 => "iptables",
             Family::V6 => "ip6tables",
         };
-        format!("{name}{}", self.variant)
+        let variant = self.found.get().map_or("", |found| found.variant);
+        format!("{name}{variant}")
     }
 
     fn program(&self, family: Family, action: &str) -> String {
@@ -440,6 +496,7 @@ impl Tools {
         input: Option<&str>,
         time: Duration,
     ) -> Result<Output, Error> {
+        self.found()?;
         let program = self.program(family, action);
         let output = program::run(&program, arguments, input, time, &self.stop)?;
         if output.status.success() {
@@ -475,9 +532,8 @@ fn backend_in_use(nft: &str, legacy: &str) -> Option<Backend> {
     }
 }
 
-fn version(program: &str) -> Result<(Version, Backend), Error> {
-    let stop = Stop::default();
-    let output = program::run(program, &["--version"], None, VERSION_TIME, &stop)?;
+fn version(program: &str, stop: &Stop) -> Result<(Version, Backend), Error> {
+    let output = program::run(program, &["--version"], None, VERSION_TIME, stop)?;
     let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
     parse_version(&text).ok_or(Error::Version {
         program: program.to_owned(),
@@ -618,7 +674,7 @@ mod tests {
 
     #[test]
     fn a_missing_tool_names_the_package() {
-        let error = version("iptables-of-nowhere").expect_err("no such tool");
+        let error = version("iptables-of-nowhere", &Stop::default()).expect_err("no such tool");
         assert!(
             error
                 .to_string()

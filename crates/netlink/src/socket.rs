@@ -144,6 +144,10 @@ impl Socket {
         socket
             .set_cap_ack(true)
             .map_err(failed("NETLINK_CAP_ACK"))?;
+        // So that the kernel filters a listing, from Linux 4.20 on.
+        if subsystem == Subsystem::Route {
+            let _ = socket.set_netlink_get_strict_chk(true);
+        }
         setsockopt(&socket, sockopt::RcvBufForce, &RECEIVE_QUEUE_BYTES)
             .or_else(|_| setsockopt(&socket, sockopt::RcvBuf, &RECEIVE_QUEUE_BYTES))
             .map_err(|errno| Error::Socket {

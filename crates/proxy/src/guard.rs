@@ -48,7 +48,27 @@ pub struct Listener {
     pub port: u16,
 }
 
-/// Why a part of a Service is not served.
+/// An address that this node needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Needed {
+    /// The address.
+    pub address: IpAddr,
+    /// The port at which the node uses it, for any protocol: it stays that host's. `None` where none is known.
+    pub port: Option<u16>,
+}
+
+impl Needed {
+    /// An address of which no port is known by which it is used.
+    #[must_use]
+    pub fn host(address: IpAddr) -> Needed {
+        Needed {
+            address,
+            port: None,
+        }
+    }
+}
+
+/// Why a part of a Service is not served, or not as others are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Cause {
     /// No address of this kind is served, or none but those of other networks.
@@ -59,8 +79,10 @@ pub enum Cause {
     PodNetwork,
     /// An endpoint has it.
     Endpoint,
-    /// The node needs it: the API server, another node, a router, a resolver.
+    /// The node needs that port of the address: of the API server, of a resolver.
     Needed,
+    /// The node needs the address: of the API server, another node, a router, a resolver. Its ports are served without it.
+    Routed,
     /// A process of the node listens there.
     Listener,
     /// The Service has more virtual servers than this.
@@ -79,6 +101,7 @@ impl Cause {
             Cause::PodNetwork => "pod-network",
             Cause::Endpoint => "endpoint",
             Cause::Needed => "needed-by-node",
+            Cause::Routed => "routed",
             Cause::Listener => "listener",
             Cause::VirtualServers(_) => "virtual-servers",
             Cause::RealServers(_) => "real-servers",
@@ -98,7 +121,8 @@ impl fmt::Display for Cause {
             }
             Cause::PodNetwork => "is in a network of pods",
             Cause::Endpoint => "is the address of an endpoint",
-            Cause::Needed => {
+            Cause::Needed => "is a port that the node needs (of the API server or a resolver)",
+            Cause::Routed => {
                 "is an address that the node needs (of the API server, another node, a router or a resolver)"
             }
             Cause::Listener => {
@@ -122,14 +146,14 @@ impl fmt::Display for Cause {
     }
 }
 
-/// A part of a Service that is not served.
+/// A part of a Service that is not served, or not as others are ([`Cause::Routed`]).
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Refused {
     /// The Service.
     pub service: ObjectName,
     /// Why.
     pub cause: Cause,
-    /// The first thing that is left out: an address and its field, or a virtual server.
+    /// The first thing that this is about: an address and its field, or a virtual server.
     pub first: String,
     /// How many there are.
     pub count: usize,
@@ -143,10 +167,18 @@ impl fmt::Display for Refused {
             first,
             count,
         } = self;
-        write!(f, "Service {service}: {first} {cause}: not served")?;
+        let routed = *cause == Cause::Routed;
+        let (what, more) = match routed {
+            true => (
+                "its ports are served, but it is not made local to the node",
+                "so are",
+            ),
+            false => ("not served", "nor are"),
+        };
+        write!(f, "Service {service}: {first} {cause}: {what}")?;
         match count {
             0 | 1 => Ok(()),
-            count => write!(f, ", nor are {} more", count - 1),
+            count => write!(f, ", {more} {} more", count - 1),
         }
     }
 }
@@ -156,18 +188,20 @@ impl fmt::Display for Refused {
 pub(crate) struct Guard {
     /// How many endpoints of slices have an address.
     endpoints: BTreeMap<IpAddr, u32>,
-    /// The same of the API server's own Service.
-    api_servers: BTreeMap<IpAddr, u32>,
+    /// How many endpoints of the API server's own Service have an address and port.
+    api_servers: BTreeMap<(IpAddr, u16), u32>,
     /// External addresses, with the Services that ask for them.
     asked: BTreeSet<(IpAddr, ObjectName)>,
     pod_cidrs: Vec<IpNet>,
     /// By whom, or by what, they are the node's to reach.
-    needed: BTreeMap<Arc<str>, BTreeSet<IpAddr>>,
+    needed: BTreeMap<Arc<str>, BTreeSet<Needed>>,
+    /// By how many.
+    needing: BTreeMap<Needed, u32>,
     listeners: BTreeSet<Listener>,
 }
 
 impl Guard {
-    /// How an external address is served, if it may be.
+    /// Why an external address may not be served, if so.
     pub(crate) fn refuses(
         &self,
         role: Role,
@@ -190,8 +224,8 @@ impl Guard {
             return None;
         }
         let mut networks = self.pod_cidrs.iter().chain(&config.cluster_cidrs);
-        if self.is_needed(address) {
-            Some(Cause::Needed)
+        if self.needs(address) {
+            None
         } else if networks.any(|net| net.contains(&address)) {
             Some(Cause::PodNetwork)
         } else if self.endpoints.contains_key(&address) {
@@ -201,9 +235,23 @@ impl Guard {
         }
     }
 
-    fn is_needed(&self, address: IpAddr) -> bool {
-        let mut needed = self.needed.values();
-        self.api_servers.contains_key(&address) || needed.any(|of| of.contains(&address))
+    /// Whether the node needs an address, so that it is never local to the node.
+    pub(crate) fn needs(&self, address: IpAddr) -> bool {
+        let ports = (address, 0)..=(address, u16::MAX);
+        let mut needed = self.needing.range(Needed::host(address)..);
+        self.api_servers.range(ports).next().is_some()
+            || needed
+                .next()
+                .is_some_and(|(needed, _)| needed.address == address)
+    }
+
+    /// Whether the node needs this port of an address.
+    pub(crate) fn needs_port(&self, address: IpAddr, port: u16) -> bool {
+        let needed = Needed {
+            address,
+            port: Some(port),
+        };
+        self.api_servers.contains_key(&(address, port)) || self.needing.contains_key(&needed)
     }
 
     /// Whether a process of the node listens there.
@@ -241,38 +289,27 @@ impl Guard {
     ) -> BTreeSet<ObjectName> {
         let mut changed = BTreeSet::new();
         // What stays is never gone in between.
-        if let Some(slice) = new {
-            for counts in self.counts(slice) {
-                for endpoint in &slice.endpoints {
-                    let count = counts.entry(endpoint.address).or_default();
-                    *count = count.saturating_add(1);
-                    if *count == 1 {
-                        changed.insert(endpoint.address);
-                    }
-                }
+        for endpoint in new.into_iter().flat_map(|slice| &slice.endpoints) {
+            if count(&mut self.endpoints, endpoint.address) {
+                changed.insert(endpoint.address);
             }
         }
-        if let Some(slice) = old {
-            for counts in self.counts(slice) {
-                for endpoint in &slice.endpoints {
-                    let Some(count) = counts.get_mut(&endpoint.address) else {
-                        continue;
-                    };
-                    *count = count.saturating_sub(1);
-                    if *count == 0 {
-                        counts.remove(&endpoint.address);
-                        changed.insert(endpoint.address);
-                    }
-                }
+        for at in new.into_iter().flat_map(of_api_server) {
+            if count(&mut self.api_servers, at) {
+                changed.insert(at.0);
+            }
+        }
+        for endpoint in old.into_iter().flat_map(|slice| &slice.endpoints) {
+            if discount(&mut self.endpoints, endpoint.address) {
+                changed.insert(endpoint.address);
+            }
+        }
+        for at in old.into_iter().flat_map(of_api_server) {
+            if discount(&mut self.api_servers, at) {
+                changed.insert(at.0);
             }
         }
         self.asking_for(&changed)
-    }
-
-    fn counts(&mut self, slice: &Slice) -> impl Iterator<Item = &mut BTreeMap<IpAddr, u32>> {
-        let api_server = slice.service.is_api_server();
-        let api_servers = api_server.then_some(&mut self.api_servers);
-        [&mut self.endpoints].into_iter().chain(api_servers)
     }
 
     /// Notes the networks of this node's pods; the Services that this touches.
@@ -288,10 +325,21 @@ impl Guard {
     pub(crate) fn note_needed(
         &mut self,
         by: Arc<str>,
-        needed: BTreeSet<IpAddr>,
+        needed: BTreeSet<Needed>,
     ) -> BTreeSet<ObjectName> {
         let old = self.needed.remove(&by).unwrap_or_default();
-        let changed = old.symmetric_difference(&needed).copied().collect();
+        // What stays is never gone in between.
+        let mut changed = BTreeSet::new();
+        for of in &needed {
+            if count(&mut self.needing, *of) {
+                changed.insert(of.address);
+            }
+        }
+        for of in &old {
+            if discount(&mut self.needing, *of) {
+                changed.insert(of.address);
+            }
+        }
         if !needed.is_empty() {
             self.needed.insert(by, needed);
         }
@@ -322,6 +370,36 @@ impl Guard {
         });
         asking.map(|(_, name)| name.clone()).collect()
     }
+}
+
+/// Counts one more; whether it is the first.
+fn count<T: Ord>(counts: &mut BTreeMap<T, u32>, of: T) -> bool {
+    let count = counts.entry(of).or_default();
+    *count = count.saturating_add(1);
+    *count == 1
+}
+
+/// Counts one less; whether it was the last.
+fn discount<T: Ord>(counts: &mut BTreeMap<T, u32>, of: T) -> bool {
+    let Some(count) = counts.get_mut(&of) else {
+        return false;
+    };
+    *count = count.saturating_sub(1);
+    let last = *count == 0;
+    if last {
+        counts.remove(&of);
+    }
+    last
+}
+
+/// Where the API server is reached, by a slice of its own Service.
+fn of_api_server(slice: &Slice) -> impl Iterator<Item = (IpAddr, u16)> {
+    let own = slice.service.is_api_server();
+    let ports = slice.ports.iter().filter(move |_| own);
+    ports.flat_map(|port| {
+        let endpoints = slice.endpoints.iter();
+        endpoints.map(|endpoint| (endpoint.address, port.port))
+    })
 }
 
 fn asked_for(service: &Service) -> impl Iterator<Item = &IpAddr> {

@@ -13,7 +13,7 @@ use self::faults::{Fault, Faults};
 use crate::op::{
     Dataplane, Failure, FailureKind, Finished, Glance, Op, Outcome, ReadError, Reading, StaleFlows,
 };
-use crate::state::{Key, Role, Set, State, Value, is_ours};
+use crate::state::{Key, Role, Set, State, Value, is_ours, served_by};
 
 pub mod faults;
 
@@ -88,6 +88,12 @@ impl MemoryKernel {
                             protocol: *protocol,
                         }))
                 }
+                Key::Entry(
+                    set @ Set {
+                        role: Role::Routed, ..
+                    },
+                    entry,
+                ) => served_by(*set, entry).is_some_and(|vs| !there(Key::VirtualServer(vs))),
                 _ => false,
             };
             if open {
@@ -114,6 +120,7 @@ impl MemoryKernel {
             Key::Address(_) => vec![Key::Link],
             Key::Rules(family, _) => Set::all(*family).map(Key::Set).collect(),
             Key::Set(_) | Key::Link | Key::VirtualServer(_) => Vec::new(),
+            Key::RoutingRule(..) | Key::Route(_) => Vec::new(),
         }
     }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use ipnet::IpNet;
 use ipvs_proxy_netlink::{Family, Protocol};
 
-use crate::guard::Listener;
+use crate::guard::{Listener, Needed};
 
 /// Namespace and name of an object. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -239,7 +239,7 @@ pub enum Change {
     PodCidrs(Vec<IpNet>),
     /// All addresses of one kind, or of one other node, that this node needs in order to work and to hear of any change: of the
     /// API server, of other nodes, of routers and resolvers. None of them is taken by a Service.
-    Needed(Arc<str>, BTreeSet<IpAddr>),
+    Needed(Arc<str>, BTreeSet<Needed>),
     /// Where processes of this node listen.
     Listeners(BTreeSet<Listener>),
 }

@@ -6,6 +6,7 @@ use std::net::IpAddr;
 
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_iptables::Ruleset;
+use ipvs_proxy_netlink::Family;
 
 use crate::state::{Key, Set, State, Value};
 
@@ -65,6 +66,9 @@ pub enum Finished {
     Op(Op, Outcome),
     /// What the kernel holds at a [`Key::Rules`]: the rules that it was compared with, or `None` when its own differ.
     Read(Key, Result<Option<Value>, ReadError>),
+    /// The tools that rules take were looked at: the families that the node can serve, and whether MASQUERADE may choose ports
+    /// at random.
+    Tools(Vec<Family>, bool),
     /// Rules of others come before ours in built-in chains where ours must come first; a line for each of these chains.
     Misplaced(Key, Vec<String>),
 }

@@ -43,6 +43,9 @@ pub struct Config {
     pub node_port_addresses: NodePortAddresses,
     /// How long a real server may drain, for Services that say nothing else.
     pub drain_timeout: DrainTimeout,
+    /// The bit of the packet mark by which packets to an address that this node needs are routed to this node, 0 to 31, another
+    /// one than [`masquerade_bit`](Self::masquerade_bit).
+    pub route_bit: u8,
     /// Masquerading picks ports at random (iptables 1.6.2 and later can say so).
     pub random_fully: bool,
     /// Virtual servers on addresses of these networks are never removed, nor are their real servers
@@ -71,6 +74,7 @@ impl Default for Config {
             pod_interface: None,
             masquerade_all: false,
             masquerade_bit: 14,
+            route_bit: 13,
             node_port_addresses: NodePortAddresses::default(),
             drain_timeout: DrainTimeout::Unlimited,
             random_fully: true,
@@ -169,6 +173,9 @@ pub(crate) fn plan<'a>(
                 let key = virtual_server_key(*vip, first.port, first.protocol);
                 plan.refuse(cause, || key.to_string(), ports().count());
             } else {
+                if guard.needs(*vip) && !node.addresses.contains(vip) {
+                    plan.refuse(Cause::Routed, || format!("{field} {vip}"), 1);
+                }
                 for (_, port, servers) in ports() {
                     plan.vip(role, *vip, port, servers);
                 }
@@ -251,7 +258,8 @@ impl Plan<'_> {
     }
 
     /// A VIP of this role. One that is an address of the node already is not bound to the link: the node keeps it when the Service
-    /// goes, and keeps its other ports, and those on which it listens.
+    /// goes, and keeps its other ports, and those on which it listens. Nor is one that the node needs, whose other ports are those
+    /// of another host: packets to it are routed here by their mark.
     fn vip(&mut self, role: Role, address: IpAddr, port: &ServicePort, servers: &[RealServerKey]) {
         let family = Family::of(address);
         let entry = Entry::IpPort(address, port.protocol, port.port);
@@ -264,6 +272,11 @@ impl Plan<'_> {
             let key = virtual_server_key(address, port.port, port.protocol);
             return self.refuse(Cause::Listener, || key.to_string(), 1);
         }
+        let routed = !of_node && role != Role::ClusterIp && self.guard.needs(address);
+        if routed && self.guard.needs_port(address, port.port) {
+            let key = virtual_server_key(address, port.port, port.protocol);
+            return self.refuse(Cause::Needed, || key.to_string(), 1);
+        }
         if !self.virtual_server(address, port.port, port.protocol, servers) {
             return;
         }
@@ -272,8 +285,16 @@ impl Plan<'_> {
             self.entry(family, Role::Owned, entry);
             return;
         }
-        self.entry(family, Role::IpvsIps, Entry::Ip(address));
-        self.items.push((Key::Address(address), Value::Present));
+        if routed {
+            let rule = Key::RoutingRule(family, rules::bit(self.config.route_bit));
+            let route = Key::Route(address);
+            self.items
+                .extend([rule, route].map(|key| (key, Value::Present)));
+            self.entry(family, Role::Routed, entry);
+        } else {
+            self.entry(family, Role::IpvsIps, Entry::Ip(address));
+            self.items.push((Key::Address(address), Value::Present));
+        }
         // Without a real server IPVS refuses by an ICMP error, which TCP on this very machine takes
         // note of only a second later; the filter refuses at once.
         if !servers.is_empty() {

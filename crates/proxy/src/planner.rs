@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
-use ipvs_proxy_netlink::Protocol;
+use ipvs_proxy_netlink::{Family, Protocol};
 
 use crate::cluster::Cluster;
 use crate::model::{Change, Node, ObjectName, Service};
@@ -256,6 +256,29 @@ impl Planner {
         for key in keys.copied().collect::<Vec<_>>() {
             self.mark(key, BASE);
         }
+    }
+
+    /// Takes in that the node can serve other families, or its tools do something else, than was known: what is of another
+    /// family goes or comes.
+    pub fn suit(&mut self, families: Vec<Family>, random_fully: bool) {
+        let config = &mut self.config;
+        if config.families == families && config.random_fully == random_fully {
+            return;
+        }
+        (config.families, config.random_fully) = (families, random_fully);
+        let before = std::mem::replace(&mut self.base, plan::base(&self.config));
+        let keys: BTreeSet<Key> = before.keys().chain(self.base.keys()).copied().collect();
+        for key in keys {
+            if self.base.contains_key(&key) {
+                self.mark(key, BASE);
+            } else {
+                self.unread.remove(&key);
+                self.failures.remove(&key);
+                self.mark(key, UNCLAIMED);
+            }
+        }
+        let services = self.cluster.services().map(|(name, _)| name.clone());
+        self.dirty.extend(services);
     }
 
     /// The networks by which pods are told, empty where they are not, or not yet.
@@ -628,6 +651,7 @@ impl Planner {
                 return self.retry(failing);
             }
             Key::Rules(..) | Key::Entry(..) | Key::RealServer(..) | Key::Address(_) => return,
+            Key::RoutingRule(..) | Key::Route(_) => return,
         };
         self.retry(self.failures.between(low, high));
     }

@@ -8,6 +8,8 @@
 //!   pass by [`Role::Serving`], which is filled after a virtual server is there and emptied
 //!   before it goes. kube-proxy lets them pass by KUBE-CLUSTER-IP, which is filled first.
 //! - `filter` FORWARD: the many packets of established connections leave first.
+//! - `mangle`: packets to VIPs that are another host's address ([`Role::Routed`]) are routed to this node by a mark. They are
+//!   masqueraded as those to other external addresses are, by a mark that they get here: `nat` sees no local address.
 
 use ipvs_proxy_iptables::{Chain, Jump, Ruleset, Table, TableRules};
 use ipvs_proxy_netlink::Family;
@@ -20,7 +22,11 @@ use crate::state::{Role, Set};
 pub fn rules(config: &Config, family: Family) -> Ruleset {
     Ruleset {
         family,
-        tables: vec![nat(config, family), filter(config, family)],
+        tables: vec![
+            mangle(config, family),
+            nat(config, family),
+            filter(config, family),
+        ],
     }
 }
 
@@ -32,6 +38,34 @@ pub fn by_table(config: &Config, family: Family) -> impl Iterator<Item = (Table,
         let tables = vec![rules];
         (table, Ruleset { family, tables })
     })
+}
+
+fn mangle(config: &Config, family: Family) -> TableRules {
+    let routed = matching(family, Role::Routed);
+    let masquerade = bit(config.masquerade_bit);
+    let marking = |mark: u32| vec![format!("-j MARK --set-xmark {mark:#x}/{mark:#x}")];
+    let jump = |from: &str, to: &str| Jump {
+        from: from.to_owned(),
+        rule: format!(
+            "-m comment --comment \"kubernetes service portals on addresses of other hosts\" {routed} dst,dst -j {to}"
+        ),
+        first: true,
+    };
+    TableRules {
+        table: Table::Mangle,
+        chains: vec![
+            chain(
+                "KUBE-IPVS-ROUTE",
+                marking(masquerade | bit(config.route_bit)),
+            ),
+            // IPVS takes the node's own packets wherever they would go.
+            chain("KUBE-IPVS-MASQ", marking(masquerade)),
+        ],
+        jumps: vec![
+            jump("PREROUTING", "KUBE-IPVS-ROUTE"),
+            jump("OUTPUT", "KUBE-IPVS-MASQ"),
+        ],
+    }
 }
 
 fn nat(config: &Config, family: Family) -> TableRules {
@@ -198,10 +232,12 @@ fn filter(config: &Config, family: Family) -> TableRules {
 
 /// The mark that asks for masquerading, in iptables' own form.
 fn mark(config: &Config) -> String {
-    format!(
-        "{:#x}",
-        1_u32.checked_shl(config.masquerade_bit.into()).unwrap_or(0)
-    )
+    format!("{:#x}", bit(config.masquerade_bit))
+}
+
+/// A mark of this bit alone.
+pub(crate) fn bit(number: u8) -> u32 {
+    1_u32.checked_shl(number.into()).unwrap_or(0)
 }
 
 fn matching(family: Family, role: Role) -> String {

@@ -13,7 +13,10 @@ use ipvs_proxy_netlink::Family;
 /// The dummy link that holds the VIPs.
 pub const LINK: &str = "kube-ipvs0";
 
-/// A role that a set plays. All but the last three are kube-proxy's.
+/// The routing table with the VIPs that are not on the link ("IP" in ASCII). It is looked at for packets with a mark only.
+pub const ROUTING_TABLE: u32 = 0x4950;
+
+/// A role that a set plays. All but the last four are kube-proxy's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Role {
     /// Endpoints of this node, for a pod that reaches itself through its own Service.
@@ -60,7 +63,13 @@ pub enum Role {
     /// is what the filter lets pass: filled last, emptied first, so that no VIP and port ever reaches a
     /// socket of the host.
     Serving,
+    /// Ours, not kube-proxy's: VIP and port of virtual servers whose address is another host's, which this node needs. Packets
+    /// to them get a mark by which they are routed to this node; all others go on to that host.
+    Routed,
 }
+
+/// The roles by whose entries packets reach a virtual server.
+const SERVING: [Role; 2] = [Role::Serving, Role::Routed];
 
 /// The roles whose entries own the virtual server on their address and port.
 const OWNING: [Role; 4] = [
@@ -95,29 +104,28 @@ pub fn owning_entries(server: &VirtualServerKey) -> impl Iterator<Item = Key> + 
     })
 }
 
-/// The entry that lets packets pass to a virtual server on an address; `None` for one of a mark, which needs none.
-#[must_use]
-pub fn serving_entry(server: &VirtualServerKey) -> Option<Key> {
-    let VirtualServerKey::Address {
-        address,
-        port,
-        protocol,
-    } = *server
-    else {
-        return None;
+/// The entries that let packets pass to a virtual server on an address; none for one of a mark, which needs none.
+pub fn serving_entries(server: &VirtualServerKey) -> impl Iterator<Item = Key> + use<> {
+    let family = server.family();
+    let entry = match *server {
+        VirtualServerKey::Address {
+            address,
+            port,
+            protocol,
+        } => Some(Entry::IpPort(address, protocol, port)),
+        VirtualServerKey::FirewallMark { .. } => None,
     };
-    let set = Set {
-        family: server.family(),
-        role: Role::Serving,
-    };
-    Some(Key::Entry(set, Entry::IpPort(address, protocol, port)))
+    let entries = entry
+        .into_iter()
+        .flat_map(|entry| SERVING.map(|role| (role, entry)));
+    entries.map(move |(role, entry)| Key::Entry(Set { family, role }, entry))
 }
 
 /// The virtual server to which a set's entry lets packets pass, `None` for an entry of another set.
 #[must_use]
 pub fn served_by(set: Set, entry: &Entry) -> Option<VirtualServerKey> {
     match *entry {
-        Entry::IpPort(address, protocol, port) if set.role == Role::Serving => {
+        Entry::IpPort(address, protocol, port) if SERVING.contains(&set.role) => {
             Some(VirtualServerKey::Address {
                 address,
                 port,
@@ -172,7 +180,7 @@ pub fn is_ours(server: &VirtualServerKey, state: &State) -> bool {
     bound || owning_entries(server).any(|entry| state.contains_key(&entry))
 }
 
-const ROLES: [(Role, &str); 20] = [
+const ROLES: [(Role, &str); 21] = [
     (Role::LoopBack, "LOOP-BACK"),
     (Role::ClusterIp, "CLUSTER-IP"),
     (Role::ExternalIp, "EXTERNAL-IP"),
@@ -193,6 +201,7 @@ const ROLES: [(Role, &str); 20] = [
     (Role::Owned, "IPVS-OWNED"),
     (Role::Marks, "IPVS-MARKS"),
     (Role::Serving, "IPVS-SERVING"),
+    (Role::Routed, "IPVS-ROUTED"),
 ];
 
 /// A set of ours: a role in one family.
@@ -267,6 +276,10 @@ pub enum Key {
     RealServer(VirtualServerKey, RealServerKey),
     /// An address on the dummy link.
     Address(IpAddr),
+    /// The rule by which packets of a family with this mark are routed by [`ROUTING_TABLE`].
+    RoutingRule(Family, u32),
+    /// An address that [`ROUTING_TABLE`] routes to this node.
+    Route(IpAddr),
 }
 
 /// The key in the words of the tools that show it.
@@ -281,6 +294,17 @@ impl fmt::Display for Key {
             Key::VirtualServer(vs) => write!(f, "virtual server {vs}"),
             Key::RealServer(vs, rs) => write!(f, "real server {rs} of {vs}"),
             Key::Address(address) => write!(f, "address {address} on {LINK}"),
+            Key::RoutingRule(family, mark) => {
+                let family = match family {
+                    Family::V4 => "IPv4",
+                    Family::V6 => "IPv6",
+                };
+                write!(
+                    f,
+                    "{family} routing rule for mark {mark:#x}/{mark:#x}, table {ROUTING_TABLE}"
+                )
+            }
+            Key::Route(address) => write!(f, "local route {address} in table {ROUTING_TABLE}"),
         }
     }
 }
@@ -288,7 +312,7 @@ impl fmt::Display for Key {
 /// What there is to say about a key besides that it is there. Compared whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Value {
-    /// It is there: sets, entries, the link, addresses.
+    /// It is there: sets, entries, the link, addresses, routes.
     Present,
     /// A set of our name that other hands made with another type. Its entries don't count.
     OddSet,

@@ -84,6 +84,7 @@ impl Planner {
                     }
                     step.rules.push(finished);
                 }
+                Finished::Tools(families, random_fully) => self.suit(families, random_fully),
                 Finished::Misplaced(..) => step.rules.push(finished),
             }
         }

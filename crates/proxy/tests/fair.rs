@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::op::{FailureKind, Finished, Outcome, ReadError};
+use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::state::{Key, LINK};
 use ipvs_proxy_core::step::Step;
 use ipvs_proxy_iptables::Table;
@@ -319,6 +320,73 @@ fn rules_that_cannot_be_read_hold_up_nothing_else() {
     world.settle();
     assert!(world.kernel.state.contains_key(&broken));
     assert_eq!(world.planner.failing().count(), 0);
+}
+
+/// What the tools of iptables show comes late where they hang; then the kernel is as if it had been known before.
+#[test]
+fn what_the_tools_show_late_counts_as_known_before() {
+    let both = || -> [Change; 3] {
+        [
+            service("both")
+                .cluster_ip("10.20.0.9")
+                .cluster_ip("fd20::9")
+                .tcp(80)
+                .into(),
+            slice("both").tcp(80).endpoint("10.180.0.9").into(),
+            slice("both")
+                .named("both-6")
+                .tcp(80)
+                .endpoint("fd80::9")
+                .into(),
+        ]
+    };
+    let shown =
+        |families: &[Family], random_fully| Finished::Tools(families.to_vec(), random_fully);
+    let mut world = World::new();
+    let wanted = world.planner.base().clone();
+    let mut reading = ipvs_proxy_core::op::Dataplane::read(&mut world.kernel, &wanted).unwrap();
+    let rules = wanted.keys().filter(|key| matches!(key, Key::Rules(..)));
+    reading.unread.extend(rules);
+    let failures: Vec<Finished> = reading
+        .unread
+        .iter()
+        .map(|key| Finished::Read(*key, Err(ReadError("it hangs".to_owned()))))
+        .collect();
+    world.planner.resync(reading, true, world.now);
+    both().into_iter().for_each(|change| world.put(change));
+    world.kernel.finished.extend(failures);
+    world.settle();
+    let without_rules = world.kernel.state.clone();
+    assert!(
+        !without_rules
+            .keys()
+            .any(|key| matches!(key, Key::Rules(..) | Key::Address(_)))
+    );
+    assert!(
+        without_rules
+            .keys()
+            .any(|key| matches!(key, Key::RealServer(..)))
+    );
+    for (families, random_fully) in [
+        (&[Family::V4][..], false),
+        (&Family::ALL, false),
+        (&Family::ALL, true),
+        (&[Family::V4], true),
+    ] {
+        world.kernel.finished.push(shown(families, random_fully));
+        world.pass(Duration::from_secs(70));
+        let mut known = World::with(Config {
+            families: families.to_vec(),
+            random_fully,
+            ..Config::default()
+        });
+        both().into_iter().for_each(|change| known.put(change));
+        known.settle();
+        assert_eq!(world.kernel.state, known.kernel.state, "{families:?}");
+        assert_eq!(world.planner.failing().count(), 0);
+        world.kernel.finished.push(shown(families, random_fully));
+        assert!(step(&mut world).ops.is_empty(), "nothing new");
+    }
 }
 
 /// What failed for the lack of something is tried as soon as that is there, however long its pause.

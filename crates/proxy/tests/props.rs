@@ -11,6 +11,7 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use ipvs_netlink::Scheduler;
+use ipvs_proxy_core::guard::Needed;
 use ipvs_proxy_core::memory::MemoryKernel;
 use ipvs_proxy_core::memory::faults::{BadReading, Fault};
 use ipvs_proxy_core::model::{
@@ -168,12 +169,21 @@ fn change() -> impl Strategy<Value = Change> {
             primary: Vec::new(),
         })
     });
+    let needed = prop::collection::btree_set((0..4_u8, prop::option::of(80..82_u16)), 0..3)
+        .prop_map(|all| {
+            let all = all.into_iter().map(|(last, port)| Needed {
+                address: ip(&format!("203.0.113.{last}")),
+                port,
+            });
+            Change::Needed("others".into(), all.collect())
+        });
     prop_oneof![
         6 => (0..4_usize).prop_flat_map(|i| prop::option::weighted(0.8, service(i))
             .prop_map(move |s| Change::Service(name(i), s))),
         6 => (0..5_usize, prop::option::weighted(0.8, slice()))
             .prop_map(|(i, s)| Change::Slice(ObjectName::new("ns", &format!("slice{i}")), s)),
         1 => node,
+        1 => needed,
     ]
 }
 

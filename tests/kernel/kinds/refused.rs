@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use tests::daemon::{service, wait_until, wait_up_to};
-use tests::topology::{NODE, OUTSIDE, pod_addresses};
-use tests::traffic::{Server, http_get};
+use tests::daemon::{binary, service, wait_until, wait_up_to};
+use tests::topology::{BRIDGE, NODE, OUTSIDE, pod_addresses};
+use tests::traffic::{Server, http_get, udp_ask};
 
 use super::{PORT, Scene, WEB, vips, web};
 
@@ -38,36 +38,146 @@ fn assert_reached(scene: &Scene, port: u16, when: &str) {
     }
 }
 
-/// Another node is reached as before, whichever port a Service asks for; when it is no node any more, the Service has the address.
+/// That the node and pods reach the Service by addresses of the machine outside, over TCP and UDP, masqueraded.
+fn assert_served(scene: &Scene, when: &str) {
+    for (to, bridge) in OUTSIDE.map(|a| SocketAddr::new(a, PORT)).iter().zip(BRIDGE) {
+        for (client, namespace) in [
+            ("node", scene.topology.node()),
+            ("pod", scene.topology.pod(1)),
+            ("the pod itself", scene.topology.pod(0)),
+        ] {
+            for (protocol, answer) in [
+                ("TCP", namespace.enter(|| http_get(*to))),
+                ("UDP", namespace.enter(|| udp_ask(*to))),
+            ] {
+                let answer =
+                    answer.unwrap_or_else(|e| panic!("{when}: {client} {protocol} {to}: {e}"));
+                assert_eq!(
+                    (answer.name.as_str(), answer.peer.ip()),
+                    ("pod0", bridge),
+                    "{when}: {client} {protocol} {to}"
+                );
+            }
+        }
+    }
+}
+
+/// A Service on another node's address is served, and that node is reached as before on all other ports; when it is no node any
+/// more, the Service has the address.
 #[test]
-fn the_address_of_another_node_stays_that_nodes() {
+fn an_address_of_another_node_is_served_and_stays_that_nodes() {
     let mut scene = Scene::new(2);
     let host = scene.topology.outside();
     let _api = host.enter(|| Server::listen("host", 6443)).unwrap();
     let _web = host.enter(|| Server::listen("host", PORT)).unwrap();
+    let node_of_scene = scene.topology.node();
+    // As WireGuard's and strict hosts' are.
+    for sysctl in ["rp_filter", "src_valid_mark"] {
+        node_of_scene.sysctl(&format!("ipv4/conf/all/{sysctl}"), "1");
+    }
     let taken = external(&OUTSIDE.map(|a| a.to_string()));
     scene.manifests.write("web.yaml", &web(&taken));
     scene.manifests.write("n2.yaml", &node("n2"));
     scene.endpoints(&[0]);
     scene.launch(&[]);
-    scene.await_servers("-t", vips()[0], &[(0, 1)]);
+    let first = SocketAddr::new(OUTSIDE[0], PORT);
+    let is_routed = |scene: &Scene| {
+        let bound = scene.addresses("kube-ipvs0");
+        OUTSIDE.iter().all(|address| !bound.contains(address))
+            && scene.members("KUBE-6-IPVS-ROUTED").len() == 2
+    };
+    scene.await_servers("-t", first, &[(0, 1)]);
+    wait_until("it is routed", || is_routed(&scene));
     wait_until("it is told", || {
         let log = scene.daemon.as_ref().unwrap().log();
         log.contains("is an address that the node needs")
     });
     assert_reached(&scene, 6443, "served");
-    assert_reached(&scene, PORT, "served");
+    assert_served(&scene, "served");
 
     scene.manifests.remove("n2.yaml");
-    scene.await_servers("-t", SocketAddr::new(OUTSIDE[0], PORT), &[(0, 1)]);
+    wait_until("it is bound", || {
+        let bound = scene.addresses("kube-ipvs0");
+        OUTSIDE.iter().all(|address| bound.contains(address))
+    });
+    wait_until("the rules are gone", || {
+        let node = scene.topology.node();
+        let rules = node.tool("ip rule") + &node.tool("ip -6 rule");
+        !rules.contains("18768")
+    });
+    assert_served(&scene, "bound");
     // It becomes one: the address is let go.
     scene.manifests.write("n2.yaml", &node("n2"));
-    wait_until("the address is let go", || {
-        let bound = scene.addresses("kube-ipvs0");
-        OUTSIDE.iter().all(|address| !bound.contains(address))
-    });
+    wait_until("the address is let go", || is_routed(&scene));
     assert_reached(&scene, 6443, "let go");
-    assert_reached(&scene, PORT, "let go");
+    assert_served(&scene, "let go");
+
+    // Whatever others take away of it comes back.
+    let node = scene.topology.node();
+    node.tool("ip rule del pref 50");
+    node.tool("ip -6 route flush table 18768");
+    wait_up_to(Duration::from_secs(60), "it is put right", || {
+        node.tool("ip rule").contains("18768")
+            && node
+                .tool("ip -6 route show table all")
+                .contains("table 18768")
+    });
+    assert_served(&scene, "put right");
+
+    scene.manifests.remove("web.yaml");
+    wait_until("all of it goes", || {
+        let node = scene.topology.node();
+        let routes =
+            node.tool("ip route show table all") + &node.tool("ip -6 route show table all");
+        let rules = node.tool("ip rule") + &node.tool("ip -6 rule");
+        !routes.contains("18768") && !rules.contains("18768")
+    });
+    assert_reached(&scene, 6443, "gone");
+    assert_reached(&scene, PORT, "gone");
+}
+
+/// What `cleanup` finds of a daemon that was killed is taken away, and nothing else of policy routing.
+#[test]
+fn a_cleanup_takes_the_routes_along() {
+    let mut scene = Scene::new(1);
+    scene
+        .manifests
+        .write("web.yaml", &web(&external(&OUTSIDE.map(|a| a.to_string()))));
+    scene.manifests.write("n2.yaml", &node("n2"));
+    scene.endpoints(&[0]);
+    let node = scene.topology.node();
+    let foreign = [
+        "rule add fwmark 0x10/0x10 table 77",
+        "route add local 198.51.100.9 dev lo table 18768 proto static",
+    ];
+    for words in foreign {
+        node.tool(&format!("ip {words}"));
+    }
+    let all = |scene: &Scene| {
+        let node = scene.topology.node();
+        let routes =
+            node.tool("ip route show table all") + &node.tool("ip -6 route show table all");
+        let ours: Vec<&str> = routes
+            .lines()
+            .filter(|l| l.contains("table 18768"))
+            .collect();
+        node.tool("ip rule") + &node.tool("ip -6 rule") + &ours.join("\n")
+    };
+    let before = all(&scene);
+    scene.launch(&[]);
+    scene.await_servers("-t", SocketAddr::new(OUTSIDE[0], PORT), &[(0, 1)]);
+    wait_until("it is routed", || {
+        scene.members("KUBE-IPVS-ROUTED").len() == 2
+            && scene.members("KUBE-6-IPVS-ROUTED").len() == 2
+    });
+    assert_ne!(all(&scene), before);
+    scene.daemon.take().unwrap().crash();
+    let program = binary();
+    scene
+        .topology
+        .node()
+        .tool(&format!("{} cleanup", program.display()));
+    assert_eq!(all(&scene), before);
 }
 
 /// A next hop of the node's routes, as the machine outside is one, is reached whatever a Service asks for, also by a node that starts without
@@ -122,6 +232,10 @@ fn a_router_stays_a_router_and_a_node_that_was_cut_off_frees_itself() {
     });
     assert!(!scene.addresses("kube-ipvs0").contains(&OUTSIDE[0]));
     assert_reached(&scene, 6443, "with objects");
+    wait_until("it is routed", || {
+        scene.members("KUBE-6-IPVS-ROUTED").len() == 2
+    });
+    assert_served(&scene, "with objects");
 }
 
 /// A pod's address, one of the pods' networks, and a port of the node's own on which it listens.

@@ -15,7 +15,7 @@ use nix::sys::time::{TimeVal, TimeValLike};
 use std::os::fd::AsRawFd;
 use tests::daemon::{binary, service, slice, wait_until};
 use tests::netns::Namespace;
-use tests::topology::{NODE, pod_addresses};
+use tests::topology::{NODE, OUTSIDE, pod_addresses};
 use tests::traffic::Client;
 
 use super::{PORT, Scene, TARGET, WEB, slices};
@@ -188,8 +188,9 @@ fn g06_each_rule_meets_what_its_set_holds_and_not_the_port_beside() {
         ("udp", "UDP", PORT, NODE_PORTS[1].1),
         ("sctp", "SCTP", PORT, NODE_PORTS[2].1),
     ];
-    let [v4, v6] = EXTERNAL;
-    let mut text = service("web", &WEB, &ports) + &format!("  externalIPs: [{v4}, \"{v6}\"]\n");
+    let ([v4, v6], [routed4, routed6]) = (EXTERNAL, OUTSIDE);
+    let mut text = service("web", &WEB, &ports)
+        + &format!("  externalIPs: [{v4}, \"{v6}\", {routed4}, \"{routed6}\"]\n");
     let [v4, v6] = BALANCED;
     text += &format!("status: {{loadBalancer: {{ingress: [{{ip: {v4}}}, {{ip: \"{v6}\"}}]}}}}\n");
     for family in [0, 1] {
@@ -208,6 +209,12 @@ fn g06_each_rule_meets_what_its_set_holds_and_not_the_port_beside() {
         text += &slice(&format!("web-{family}"), "web", &ports, &[endpoint]);
     }
     scene.manifests.write("web.yaml", &text);
+    // The address of another node.
+    let other = format!(
+        "apiVersion: v1\nkind: Node\nmetadata: {{name: n2}}\nstatus:\n  addresses:\n  \
+         - {{type: InternalIP, address: {routed4}}}\n  - {{type: InternalIP, address: \"{routed6}\"}}\n"
+    );
+    scene.manifests.write("n2.yaml", &other);
     scene.launch(&[]);
     scene.settle();
     let node = scene.node();
@@ -269,6 +276,10 @@ fn g06_each_rule_meets_what_its_set_holds_and_not_the_port_beside() {
                 SocketAddr::new(NODE[family], port),
                 false,
             );
+        }
+        for from in [scene.topology.pod(1), scene.topology.node()] {
+            let to = SocketAddr::new(OUTSIDE[family], PORT);
+            case(&name("IPVS-ROUTED"), from, "TCP", to, false);
         }
         case(
             &name("LOOP-BACK"),

@@ -13,7 +13,7 @@ use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 use secrecy::ExposeSecret;
 
-use super::counting::{Counting, Pauses};
+use super::counting::{Counting, Pauses, Peers};
 use crate::manifests::read_regular;
 use crate::metrics::Requests;
 
@@ -35,6 +35,8 @@ pub struct Access {
     pub requests: Requests,
     /// For how long the server wants not to be asked.
     pub pauses: Pauses,
+    /// Where it was reached.
+    pub peers: Peers,
 }
 
 /// Why no client can be made.
@@ -119,7 +121,7 @@ impl Access {
         // The watcher has its own back-off, and says why it waits.
         config.default_retry = false;
         let server = config.cluster_url.to_string();
-        let counting = Counting::new(&self.requests, &self.pauses, &config.cluster_url);
+        let counting = Counting::new(self, &config.cluster_url);
         let client = ClientBuilder::try_from(config)
             .map_err(|error| AccessError::Client(Box::new(error)))?
             .with_layer(&counting)

@@ -1,8 +1,9 @@
 //! Counts the requests to the API server, as client-go does: each by its status code, or as an error when there is no
 //! answer, and how long it took until its answer was read. A watch lasts as long as it may, and is not timed. Notes for how
-//! long the server wants not to be asked, and bounds what is read of an answer.
+//! long the server wants not to be asked and where it was reached, and bounds what is read of an answer.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
@@ -13,12 +14,34 @@ use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::Bytes;
 use hyper::header::RETRY_AFTER;
 use hyper::{Request, Response, Uri};
+use hyper_util::client::legacy::connect::HttpInfo;
 use kube::client::Body;
+use tokio::sync::watch;
 use tower::{BoxError, Layer, Service};
 
-use super::Kind;
 use super::bounded::Bounded;
+use super::{Access, Kind};
 use crate::metrics::Requests;
+
+/// Where answers came from: the addresses and ports to which connections were made, a proxy's among them.
+pub(super) type Peers = watch::Sender<BTreeSet<SocketAddr>>;
+
+/// The most of them that are remembered.
+const MOST_PEERS: usize = 64;
+
+fn note_peer<B>(peers: &Peers, answer: &Response<B>) {
+    let Some(connection) = answer.extensions().get::<HttpInfo>() else {
+        return;
+    };
+    let peer = connection.remote_addr();
+    peers.send_if_modified(|known| {
+        let new = !known.contains(&peer);
+        if new && known.len() >= MOST_PEERS {
+            known.clear();
+        }
+        new && known.insert(peer)
+    });
+}
 
 /// For how long the server wants not to be asked for a kind, by the header of its last answer. That of a list or a watch of
 /// all objects; the client library drops headers.
@@ -58,16 +81,18 @@ fn listed(path: &str) -> Option<Kind> {
 pub(super) struct Counting {
     requests: Requests,
     pauses: Pauses,
+    peers: Peers,
     host: String,
 }
 
 impl Counting {
     /// For a client of that server.
-    pub(super) fn new(requests: &Requests, pauses: &Pauses, server: &Uri) -> Counting {
+    pub(super) fn new(access: &Access, server: &Uri) -> Counting {
         let host = server.host().unwrap_or("none");
         Counting {
-            requests: requests.clone(),
-            pauses: pauses.clone(),
+            requests: access.requests.clone(),
+            pauses: access.pauses.clone(),
+            peers: access.peers.clone(),
             host: match server.port_u16() {
                 Some(port) => format!("{host}:{port}"),
                 None => host.to_owned(),
@@ -121,11 +146,12 @@ where
             answered: false,
         };
         let kind = listed(request.uri().path());
-        let pauses = self.counting.pauses.clone();
+        let (pauses, peers) = (self.counting.pauses.clone(), self.counting.peers.clone());
         let answer = self.inner.call(request);
         Box::pin(async move {
             let answer = answer.await?;
             underway.answered(answer.status().as_u16());
+            note_peer(&peers, &answer);
             if let Some(kind) = kind {
                 pauses.note(kind, &answer);
             }
@@ -197,8 +223,11 @@ mod tests {
     fn each_request_is_counted_once() {
         let metrics = Metrics::new(&Family::ALL);
         let host = Uri::from_static("https://user:secret@192.0.2.1:6443/base");
-        let mut client =
-            Counting::new(&metrics.requests, &Pauses::default(), &host).layer(service_fn(server));
+        let access = Access {
+            requests: metrics.requests.clone(),
+            ..Access::default()
+        };
+        let mut client = Counting::new(&access, &host).layer(service_fn(server));
         let mut send = |method: &str, path: &'static str| {
             let request = Request::builder().method(method).uri(path);
             client.call(request.body(Body::empty()).unwrap())

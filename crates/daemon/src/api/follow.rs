@@ -38,10 +38,12 @@ const TOGETHER: usize = 256;
 /// How often the files behind a client are looked at.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
-/// Follows until nobody listens any more. Never returns before.
-pub async fn follow(access: &Access, node_name: &str, sender: &SyncSender<Event>) {
+/// Follows until nobody listens any more; all Nodes, or this one alone. Never returns before.
+pub async fn follow(access: &Access, node_name: &str, all_nodes: bool, sender: &SyncSender<Event>) {
     let mut known = Known::default();
     let mut told = String::new();
+    let own = format!("metadata.name={node_name}");
+    let nodes = (!all_nodes).then_some(&*own);
     loop {
         let fingerprint = access.fingerprint();
         match access.client().await {
@@ -49,8 +51,8 @@ pub async fn follow(access: &Access, node_name: &str, sender: &SyncSender<Event>
                 info!(server, "following the API server");
                 told.clear();
                 tokio::select! {
-                    () = follow_all(&client, access, node_name, sender, &mut known) => return,
-                    () = tell_addresses(&server, sender) => return,
+                    () = follow_all(&client, access, (node_name, nodes), sender, &mut known) => return,
+                    () = tell_addresses(&server, access, sender) => return,
                     () = changed(access, fingerprint) => {
                         info!("credentials or the API server's address changed: connecting anew");
                     }
@@ -128,12 +130,11 @@ fn is(error: &kube::Error, code: u16) -> bool {
 async fn follow_all(
     client: &Client,
     access: &Access,
-    node_name: &str,
+    (node_name, nodes): (&str, Option<&str>),
     sender: &SyncSender<Event>,
     known: &mut Known,
 ) {
     let everywhere = Some(SELECTOR);
-    let own = format!("metadata.name={node_name}");
     let latest = &known.latest;
     let follower = |labels: Option<&str>, fields: Option<&str>| Follower {
         client: client.clone(),
@@ -147,7 +148,7 @@ async fn follow_all(
     tokio::select! {
         () = follower(everywhere, None).run::<Service>(&mut known.services) => {}
         () = follower(everywhere, None).run::<EndpointSlice>(&mut known.slices) => {}
-        () = follower(None, Some(&own)).run::<Node>(&mut known.node) => {}
+        () = follower(None, nodes).run::<Node>(&mut known.node) => {}
     }
 }
 
@@ -246,7 +247,7 @@ impl Follower<'_> {
                         object
                     }
                     Ok(WatchEvent::Deleted(object)) => {
-                        told.remove::<K>(object.name(), &mut news);
+                        told.remove::<K>(object.name(), self.node_name, &mut news);
                         object
                     }
                     Ok(WatchEvent::Error(status)) => {
@@ -312,7 +313,7 @@ impl Follower<'_> {
             news.triggers.retain(|(_, at)| Some(*at) > latest);
             let next = page.metadata.continue_.filter(|token| !token.is_empty());
             if next.is_none() {
-                told.retain::<K>(&listed, &mut news);
+                told.retain::<K>(&listed, self.node_name, &mut news);
                 news.listed = Some(K::KIND);
             }
             told.tell_unread::<K>(&mut news);

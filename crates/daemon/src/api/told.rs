@@ -78,11 +78,16 @@ impl Told {
     }
 
     /// An object is gone.
-    pub(super) fn remove<K: Followed>(&mut self, name: ObjectName, news: &mut News) {
+    pub(super) fn remove<K: Followed>(
+        &mut self,
+        name: ObjectName,
+        node_name: &str,
+        news: &mut News,
+    ) {
         self.changed |= self.unread.remove(&name).is_some();
         self.refused.remove(&name);
         self.known.remove(&name);
-        K::tell_gone(name, news);
+        K::tell_gone(name, node_name, news);
     }
 
     /// Tells what can't be read now, where that changed: once for all objects of the news.
@@ -97,11 +102,16 @@ impl Told {
     }
 
     /// There are these objects and no others: the rest went unseen.
-    pub(super) fn retain<K: Followed>(&mut self, listed: &BTreeSet<ObjectName>, news: &mut News) {
+    pub(super) fn retain<K: Followed>(
+        &mut self,
+        listed: &BTreeSet<ObjectName>,
+        node_name: &str,
+        news: &mut News,
+    ) {
         let all: BTreeSet<_> = self.known.iter().chain(self.unread.keys()).collect();
         let gone = all.into_iter().filter(|name| !listed.contains(name));
         for name in gone.cloned().collect::<Vec<_>>() {
-            self.remove::<K>(name, news);
+            self.remove::<K>(name, node_name, news);
         }
     }
 }
@@ -165,7 +175,7 @@ mod tests {
     fn listed(told: &mut Told, names: &[&str]) -> Vec<String> {
         let mut news = News::default();
         let names = names.iter().map(|name| ObjectName::new("default", name));
-        told.retain::<Service>(&names.collect(), &mut news);
+        told.retain::<Service>(&names.collect(), "n1", &mut news);
         told.tell_unread::<Service>(&mut news);
         said(&news)
     }
@@ -198,7 +208,7 @@ mod tests {
                 true => listed(&mut told, &["another"]),
                 false => {
                     let mut news = News::default();
-                    told.remove::<Service>(ObjectName::new("default", "web"), &mut news);
+                    told.remove::<Service>(ObjectName::new("default", "web"), "n1", &mut news);
                     told.tell_unread::<Service>(&mut news);
                     said(&news)
                 }

@@ -173,6 +173,7 @@ pub(super) fn check(
     let settings = Settings {
         objects: check.objects(c, flags),
         master: flags.master.clone().filter(|master| !master.is_empty()),
+        all_nodes: flags.watch_all_nodes.unwrap_or(false),
         node_name: check.node_name(&c.hostname_override),
         node_ips: flags.shape.node_ips.clone(),
         config: check.config(c, flags),
@@ -450,6 +451,7 @@ impl Check {
             pod_interface: self.pod_interface(c),
             masquerade_all: c.iptables.masquerade_all,
             masquerade_bit: u8::try_from(bit).unwrap_or(0),
+            route_bit: self.route_bit(bit, flags),
             node_port_addresses: NodePortAddresses {
                 bind_address: bind_address.filter(|address| !address.is_unspecified()),
                 ..self.node_port_addresses(&c.node_port_addresses)
@@ -475,6 +477,20 @@ impl Check {
                 .unwrap_or(defaults.max_real_servers),
             ..defaults
         }
+    }
+
+    /// Another bit than that which asks for masquerading.
+    fn route_bit(&mut self, masquerade: u32, flags: &Run) -> u8 {
+        let default = if masquerade == 13 { 12 } else { 13 };
+        let bit = flags.shape.route_bit.unwrap_or(default);
+        let bit = self.range("--route-bit", bit, 0, 31);
+        if bit == masquerade {
+            self.refuse(
+                "--route-bit",
+                &format!("{bit} is the bit that asks for masquerading (iptables.masqueradeBit)"),
+            );
+        }
+        u8::try_from(bit).unwrap_or(0)
     }
 
     fn allowed(&mut self, flag: &str, words: Option<&[String]>) -> Allowed {

@@ -60,7 +60,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
                     }
                 }
                 Finished::Misplaced(key, lines) => self.note_misplaced(*key, lines, now),
-                Finished::Op(..) => {}
+                Finished::Op(..) | Finished::Tools(..) => {}
             }
         }
         if step.drift.is_empty() {

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use ipnet::IpNet;
+use ipvs_proxy_core::guard::Needed;
 use ipvs_proxy_core::model::{self, Change, ObjectName};
 
 use super::aside::{Aside, Read};
@@ -571,8 +572,10 @@ impl Source {
                 }
                 (Key::Node, _) => {}
                 (Key::OtherNode(name), value) => {
-                    let addresses = match value {
-                        Value::OtherNode(addresses) => BTreeSet::clone(&addresses),
+                    let addresses = match &value {
+                        Value::OtherNode(addresses) => {
+                            addresses.iter().copied().map(Needed::host).collect()
+                        }
                         _ => BTreeSet::new(),
                     };
                     changes.push(Change::Needed(format!("Node {name}").into(), addresses));

@@ -3,6 +3,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use ipvs_proxy_core::guard::Needed;
 use ipvs_proxy_core::model::{Change, ObjectName};
 
 use super::*;
@@ -537,7 +538,7 @@ fn slices_and_the_own_node() {
     let addresses = BTreeSet::from(["10.0.0.1".parse().unwrap()]);
     assert!(matches!(&changes[0], Change::Node(node) if node.addresses == addresses));
     // Another node's addresses are no Service's.
-    let of_other = BTreeSet::from(["10.0.0.2".parse().unwrap()]);
+    let of_other = BTreeSet::from([Needed::host("10.0.0.2".parse().unwrap())]);
     assert_eq!(changes[1], Change::Needed("Node n2".into(), of_other));
     let Change::Slice(name, Some(slice)) = &changes[2] else {
         panic!("{changes:?}")

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use ipvs_proxy_core::guard::Refused;
+use ipvs_proxy_core::guard::{Cause, Refused};
 use ipvs_proxy_core::model::{Change, ObjectName};
 use ipvs_proxy_core::op::{Failure, Op};
 use ipvs_proxy_core::planner::{Conflict, Takeover};
@@ -45,7 +45,10 @@ impl Reports {
         let (service, cause) = (refused.service.to_string(), refused.cause.to_string());
         let say = self.about(Topic::NotServed, &service, (&cause, &refused.first), now);
         let (first, count) = (&refused.first, refused.count);
-        say!(say, warn, service, first, count, %cause, "not served");
+        match refused.cause {
+            Cause::Routed => say!(say, warn, service, first, count, %cause, "served but not bound"),
+            _ => say!(say, warn, service, first, count, %cause, "not served"),
+        }
     }
 
     /// What of objects can't be used: all that there is to say of those that changed, each with the place

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::model::{ObjectName, Service};
 use crate::plan;
-use crate::state::{Key, Role, Value, owned_by, owning_entries, served_by, serving_entry};
+use crate::state::{Key, Role, Value, owned_by, owning_entries, served_by, serving_entries};
 
 /// Two Services claim one virtual server. An address and port that the API server gives to one Service only (a ClusterIP, a node
 /// port) goes before a load balancer's, and that before an external IP, which anybody may ask for; among equals the Service that
@@ -454,7 +454,7 @@ impl Planner {
     /// All keys on which a virtual server's claims [decide](decides), as far as there is anything to do with them.
     fn followers(&self, vs: VirtualServerKey) -> Vec<Key> {
         let mut keys = self.real_servers_of(vs);
-        keys.extend(owning_entries(&vs).chain(serving_entry(&vs)));
+        keys.extend(owning_entries(&vs).chain(serving_entries(&vs)));
         keys
     }
 

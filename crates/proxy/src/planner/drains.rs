@@ -10,7 +10,7 @@ use ipvs_proxy_netlink::Protocol;
 use super::{POLL, Planner, UNCLAIMED, virtual_servers};
 use crate::model::{DrainTimeout, ObjectName};
 use crate::op::StaleFlows;
-use crate::state::{Key, Value, served_by, serving_entry};
+use crate::state::{Key, Value, served_by, serving_entries};
 
 /// What became of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -351,12 +351,10 @@ impl Planner {
     pub(super) fn look_at_reached(&mut self) {
         let there = |key: Key| self.applied(&key).is_some();
         let served = |vs: &VirtualServerKey| {
-            let (VirtualServerKey::Address { address, .. }, Some(entry)) = (*vs, serving_entry(vs))
-            else {
-                return true;
-            };
-            // Without it wanted, the address is the node's.
-            self.claimed(&entry).is_none() || there(entry) && there(Key::Address(address))
+            // Without one wanted, the address is the node's.
+            let mut entries = serving_entries(vs);
+            entries.all(|entry| self.claimed(&entry).is_none() || there(entry))
+                && self.is_bound_as_wanted(vs)
         };
         let (served, waiting) = self.reached.iter().partition(|vs| served(vs));
         let served: BTreeSet<VirtualServerKey> = served;

@@ -7,7 +7,7 @@ use ipvs_proxy_netlink::Family;
 
 use super::{Planner, virtual_servers};
 use crate::op::Op;
-use crate::state::{Key, Role, Set, Value, owned_by, owning_entries, served_by, serving_entry};
+use crate::state::{Key, Role, Set, Value, owned_by, owning_entries, served_by, serving_entries};
 
 /// The order of ops within a Service. Appearing: what masquerades and owns, the servers, the
 /// address, then what lets packets in. Disappearing: the other way round.
@@ -34,26 +34,10 @@ pub(super) fn phase(op: &Op) -> Phase {
     match (op.key(), gone) {
         (Key::Set(_), false) => Phase::Sets,
         (Key::Rules(..) | Key::Link, false) => Phase::Rules,
-        (
-            Key::Entry(
-                Set {
-                    role: Role::Serving,
-                    ..
-                },
-                _,
-            ),
-            false,
-        ) => Phase::Accept,
-        (
-            Key::Entry(
-                Set {
-                    role: Role::Serving,
-                    ..
-                },
-                _,
-            ),
-            true,
-        ) => Phase::Refuse,
+        (Key::Entry(set, entry), _) if served_by(set, &entry).is_some() => match gone {
+            false => Phase::Accept,
+            true => Phase::Refuse,
+        },
         (Key::RealServer(..), false) if matches!(op, Op::Update(_, Value::RealServer(0))) => {
             Phase::Quiesce
         }
@@ -61,8 +45,9 @@ pub(super) fn phase(op: &Op) -> Phase {
         (Key::Entry(..), true) => Phase::DropEntries,
         (Key::VirtualServer(_) | Key::RealServer(..), false) => Phase::Servers,
         (Key::VirtualServer(_) | Key::RealServer(..), true) => Phase::DropServers,
-        (Key::Address(_), false) => Phase::Addresses,
-        (Key::Address(_), true) => Phase::DropAddresses,
+        (Key::Address(_) | Key::Route(_) | Key::RoutingRule(..), false) => Phase::Addresses,
+        (Key::Address(_) | Key::Route(_), true) => Phase::DropAddresses,
+        (Key::RoutingRule(..), true) => Phase::DropEntries,
         (Key::Rules(..), true) => Phase::DropRules,
         (Key::Set(_) | Key::Link, true) => Phase::DropSets,
     }
@@ -98,15 +83,22 @@ impl Planner {
                         .range(virtual_servers(*address))
                         .any(|(_, record)| record.applied.is_some())
             }
-            Op::Remove(Key::VirtualServer(vs)) => !serving_entry(vs).is_some_and(there),
+            // Without the mark no packet takes it.
+            Op::Add(Key::Route(address), _) => {
+                let family = Family::of(*address);
+                self.is_guarded(family) && there(Key::Rules(family, Table::Mangle))
+            }
+            Op::Remove(Key::VirtualServer(vs)) => !serving_entries(vs).any(there),
             // It goes with its virtual server.
             Op::Remove(Key::RealServer(vs, _)) => {
                 self.claimed(&Key::VirtualServer(*vs)).is_some() && there(Key::VirtualServer(*vs))
             }
-            // Its rules look into it, and its entries go with it.
-            Op::Remove(Key::Set(set)) => Table::ALL
-                .into_iter()
-                .all(|table| !there(Key::Rules(set.family, table))),
+            // Its rules look into it, and its entries go with it, but of these some are removed before others.
+            Op::Remove(Key::Set(set)) => {
+                let rules = |table| there(Key::Rules(set.family, table));
+                !Table::ALL.into_iter().any(rules)
+                    && self.entries.get(set).is_none_or(|number| *number == 0)
+            }
             Op::Remove(Key::Entry(set, entry)) => match (set.role, entry) {
                 (Role::IpvsIps, Entry::Ip(address)) => !there(Key::Address(*address)),
                 // The virtual server is gone, or stays ours by another entry.
@@ -122,13 +114,13 @@ impl Planner {
         }
     }
 
-    /// Whether a virtual server's address is on the link, where it is to be.
-    fn is_bound_as_wanted(&self, vs: &VirtualServerKey) -> bool {
+    /// Whether a virtual server's address is on the link, or has its route, where it is to be.
+    pub(super) fn is_bound_as_wanted(&self, vs: &VirtualServerKey) -> bool {
         let VirtualServerKey::Address { address, .. } = *vs else {
             return true;
         };
-        let key = Key::Address(address);
-        self.applied(&key).is_some() || self.claimed(&key).is_none()
+        let there = |key| self.applied(&key).is_some() || self.claimed(&key).is_none();
+        there(Key::Address(address)) && there(Key::Route(address))
     }
 
     /// Whether VIPs of a family may be bound: the filter keeps packets to them from the node's own sockets, and the

@@ -300,5 +300,6 @@ fn ground(key: &Key) -> Option<Key> {
         Key::Address(_) => Some(Key::Link),
         Key::Entry(set, _) => Some(Key::Set(*set)),
         Key::Set(_) | Key::Rules(..) | Key::Link | Key::VirtualServer(_) => None,
+        Key::RoutingRule(..) | Key::Route(_) => None,
     }
 }

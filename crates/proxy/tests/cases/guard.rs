@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
-use ipvs_proxy_core::guard::{Allowed, Cause, Listener};
+use ipvs_proxy_core::guard::{Allowed, Cause, Listener, Needed};
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::plan::Config;
-use ipvs_proxy_core::state::Key;
-use ipvs_proxy_netlink::Protocol;
+use ipvs_proxy_core::state::{Key, Role};
+use ipvs_proxy_netlink::{Family, Protocol};
 
 use crate::common::*;
 
@@ -19,7 +19,10 @@ fn networks(texts: &[&str]) -> Vec<IpNet> {
 fn needed(addresses: &[&str]) -> Change {
     Change::Needed(
         "routers".into(),
-        addresses.iter().map(|text| ip(text)).collect(),
+        addresses
+            .iter()
+            .map(|text| Needed::host(ip(text)))
+            .collect(),
     )
 }
 
@@ -77,8 +80,6 @@ fn an_address_that_is_somebodys_is_not_taken() {
         ("10.245.1.9", Some(Cause::PodNetwork)),
         ("10.180.0.1", Some(Cause::Endpoint)),
         ("10.180.0.2", Some(Cause::Endpoint)),
-        ("192.0.2.1", Some(Cause::Needed)),
-        ("192.0.2.9", Some(Cause::Needed)),
         // The node's own: only its ports can be somebody's.
         ("100.101.102.103", None),
     ] {
@@ -93,13 +94,6 @@ fn an_address_that_is_somebodys_is_not_taken() {
         w.put(slice("other").tcp(80).endpoint("10.180.0.2"));
         // A pod of the host network.
         w.put(slice("agent").tcp(80).endpoint("100.101.102.103").local());
-        w.put(needed(&["192.0.2.1"]));
-        let mut api = slice("kubernetes")
-            .tcp(443)
-            .target(6443)
-            .endpoint("192.0.2.9");
-        api.of_api_server();
-        w.put(api);
         assert_eq!(serves(&mut w, vip), cause.is_none(), "{vip}");
         assert!(serves(&mut w, "10.20.30.41"));
         assert_eq!(causes(&mut w), BTreeSet::from_iter(cause), "{vip}");
@@ -119,21 +113,131 @@ fn an_address_follows_what_becomes_of_it() {
     assert!(!serves(&mut w, "192.0.2.7"));
     w.no_slice("other");
     assert!(serves(&mut w, "192.0.2.7"));
-    w.put(needed(&["192.0.2.7", "192.0.2.8"]));
-    assert!(!serves(&mut w, "192.0.2.7"));
-    w.put(needed(&["192.0.2.8"]));
-    assert!(serves(&mut w, "192.0.2.7"));
     w.put(Change::PodCidrs(networks(&["192.0.2.0/24"])));
     assert!(!serves(&mut w, "192.0.2.7"));
-    assert_eq!(
-        causes(&mut w),
-        [Cause::PodNetwork, Cause::Endpoint, Cause::Needed].into()
-    );
+    assert_eq!(causes(&mut w), [Cause::PodNetwork, Cause::Endpoint].into());
     // What comes and goes is told once.
     w.put(Change::PodCidrs(networks(&["10.1.0.0/24"])));
     w.put(slice("other").tcp(80).endpoint("192.0.2.7"));
     assert!(!serves(&mut w, "192.0.2.7"));
     assert_eq!(causes(&mut w), BTreeSet::new());
+}
+
+/// What of a VIP is in the kernel: whether it is bound, routed, and the ports that are marked.
+fn routed(w: &mut World, vip: &str) -> (bool, bool, Vec<String>) {
+    w.settle();
+    let state = &w.kernel.state;
+    let marked = state.keys().filter_map(|key| match key {
+        Key::Entry(set, entry) if set.role == Role::Routed => Some(entry.to_string()),
+        _ => None,
+    });
+    let [bound, route] = [Key::Address(ip(vip)), Key::Route(ip(vip))];
+    (
+        state.contains_key(&bound),
+        state.contains_key(&route),
+        marked.collect(),
+    )
+}
+
+/// An address that the node needs is served without being local, but for the ports by which the node uses it. Whatever comes
+/// first, and whoever needs it.
+#[test]
+fn an_address_that_the_node_needs_is_routed_by_mark() {
+    let vip = "192.0.2.7";
+    let api_server = |port| {
+        let mut api = slice("kubernetes").tcp(443).target(port).endpoint(vip);
+        api.of_api_server();
+        api
+    };
+    let rule = Key::RoutingRule(Family::V4, 0x2000);
+    for needed_first in [true, false] {
+        let mut w = asking(Config::default(), vip);
+        if !needed_first {
+            assert_eq!(routed(&mut w, vip), (true, false, vec![]));
+        }
+        w.put(needed(&[vip, "192.0.2.8"]));
+        let expected = (false, true, vec!["192.0.2.7,tcp:80".to_owned()]);
+        assert_eq!(routed(&mut w, vip), expected);
+        assert!(serves(&mut w, vip) && w.kernel.state.contains_key(&rule));
+        let told = w.planner.take_refused();
+        assert_eq!(
+            told[0].to_string(),
+            "Service ns1/svc1: status.loadBalancer.ingress 192.0.2.7 is an address that the node needs (of the API server, another \
+             node, a router or a resolver): its ports are served, but it is not made local to the node, so are 1 more"
+        );
+        // A port that it needs there is not taken from it.
+        w.put(Change::Needed(
+            "API server".into(),
+            [Needed {
+                address: ip(vip),
+                port: Some(80),
+            }]
+            .into(),
+        ));
+        assert_eq!(routed(&mut w, vip), (false, false, vec![]));
+        assert!(!serves(&mut w, vip) && !w.kernel.state.contains_key(&rule));
+        let told = w.planner.take_refused();
+        assert_eq!(
+            told[0].to_string(),
+            "Service ns1/svc1: 192.0.2.7:80/tcp is a port that the node needs (of the API server or a resolver): not served, nor are 1 more"
+        );
+        w.put(Change::Needed("API server".into(), BTreeSet::new()));
+        assert_eq!(routed(&mut w, vip), expected);
+        w.put(needed(&["192.0.2.8"]));
+        assert_eq!(routed(&mut w, vip), (true, false, vec![]));
+        assert!(!w.kernel.state.contains_key(&rule));
+        // The endpoints of the API server's own Service, at their ports.
+        w.put(api_server(6443));
+        assert_eq!(routed(&mut w, vip), expected);
+        w.put(api_server(80));
+        assert_eq!(routed(&mut w, vip), (false, false, vec![]));
+        w.no_slice("kubernetes");
+        assert_eq!(routed(&mut w, vip), (true, false, vec![]));
+        assert_eq!(w.kernel.leaks, []);
+        w.ops();
+        w.restart();
+        assert_eq!(w.ops(), [""; 0]);
+    }
+}
+
+/// Two Services at one such address share its route; it goes with the last.
+#[test]
+fn services_share_a_routed_address() {
+    let vip = "2001:db8::7";
+    let mut w = asking(Config::default(), vip);
+    w.put(needed(&[vip]));
+    let other = service("svc2")
+        .cluster_ip("fd00::42")
+        .external_ip(vip)
+        .tcp(81);
+    w.put(other);
+    let (_, route, marked) = routed(&mut w, vip);
+    assert_eq!((route, marked.len()), (true, 2));
+    w.no_service("svc1");
+    let expected = (false, true, vec!["2001:db8::7,tcp:81".to_owned()]);
+    assert_eq!(routed(&mut w, vip), expected);
+    w.ops();
+    w.restart();
+    assert_eq!(w.ops(), [""; 0]);
+    w.no_service("svc2");
+    assert_eq!(routed(&mut w, vip), (false, false, vec![]));
+    let left = w
+        .kernel
+        .state
+        .keys()
+        .find(|key| matches!(key, Key::RoutingRule(..)));
+    assert_eq!(left, None);
+}
+
+/// Without an endpoint they are refused by IPVS, and do not reach what the other host has on that port.
+#[test]
+fn a_routed_address_without_endpoints_is_still_marked() {
+    let vip = "192.0.2.7";
+    let mut w = asking(Config::default(), vip);
+    w.put(needed(&[vip]));
+    w.no_slice("svc1");
+    let expected = (false, true, vec!["192.0.2.7,tcp:80".to_owned()]);
+    assert_eq!(routed(&mut w, vip), expected);
 }
 
 /// A ClusterIP is the API server's word: the cluster's name server is a resolver of many nodes.

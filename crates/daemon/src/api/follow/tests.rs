@@ -93,11 +93,11 @@ async fn followed(
     });
     let access = Access::default();
     let host = Uri::from_static("https://192.0.2.1:6443");
-    let counting = Counting::new(&access.requests, &access.pauses, &host);
+    let counting = Counting::new(&access, &host);
     let client = Client::new(counting.layer(server), "default");
     let (sender, events) = sync_channel(100_000);
     let mut known = Known::default();
-    let follows = follow_all(&client, &access, "n1", &sender, &mut known);
+    let follows = follow_all(&client, &access, ("n1", None), &sender, &mut known);
     tokio::time::timeout(long, follows).await.unwrap_err();
     let asked = asked.lock().unwrap().clone();
     (asked, events)

@@ -506,6 +506,15 @@ fn a_plan_is_compared_with_the_kernel() {
     assert_eq!(plan(&node, &manifests, &["--diff"]), (0, String::new()));
     assert!(daemon.stop().success());
     assert_eq!(plan(&node, &manifests, &["--diff"]), (0, String::new()));
+    // Rules of others that come before ours; one that only refuses keeps no packet from a Service.
+    let before = "INPUT -i cbr0 -j ACCEPT";
+    node.tool(&format!("iptables-legacy -I {before}"));
+    node.tool("iptables-legacy -I INPUT -i cbr1 -j DROP");
+    let line = format!("-iptables before ours: -t filter -A {before}\n");
+    assert_eq!(plan(&node, &manifests, &["--diff"]), (1, line));
+    node.tool(&format!("iptables-legacy -D {before}"));
+    assert_eq!(plan(&node, &manifests, &["--diff"]), (0, String::new()));
+    node.tool("iptables-legacy -D INPUT -i cbr1 -j DROP");
     assert_eq!(
         rules_of_plan(&plan(&node, &manifests, &["-o", "iptables"]).1),
         rules_of_kernel(&node)

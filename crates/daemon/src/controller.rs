@@ -31,7 +31,7 @@ use crate::events::{Finding, Reason};
 use crate::findings::{self, NO_POD_CIDRS};
 use crate::glances::Glances;
 use crate::hurry::Hurry;
-use crate::manifests::Source;
+use crate::manifests;
 use crate::metrics::families_of;
 use crate::report::{Reports, Topic, say};
 use crate::serve::{Status, unusable};
@@ -47,8 +47,8 @@ use audit::{Audit, GLANCE};
 /// What wakes the loop.
 #[derive(Debug)]
 pub enum Event {
-    /// The manifests may have changed.
-    Manifests,
+    /// The manifests say something new.
+    Manifests(manifests::News),
     /// The API server said something, or can't be followed.
     Api(ApiEvent),
     /// Addresses of the node changed.
@@ -66,8 +66,8 @@ pub enum Event {
 /// Where objects come from.
 #[derive(Debug)]
 pub enum Objects {
-    /// Manifests, read by the loop itself.
-    Manifests(Box<Source>),
+    /// Manifests, read by a thread of its own: whether all could be read, once they were looked at.
+    Manifests(Option<bool>),
     /// The API server, followed by a thread of its own: what of it was listed.
     Api(BTreeSet<Kind>),
 }
@@ -76,11 +76,16 @@ impl Objects {
     /// Whether all objects are known, so that what none of them needs may go.
     fn is_complete(&self) -> bool {
         match self {
-            Objects::Manifests(source) => source.is_complete(),
+            Objects::Manifests(complete) => *complete == Some(true),
             Objects::Api(listed) => {
                 listed.contains(&Kind::Services) && listed.contains(&Kind::EndpointSlices)
             }
         }
+    }
+
+    /// Whether they were heard of. Nothing is written before.
+    fn were_told(&self) -> bool {
+        matches!(self, Objects::Manifests(Some(_))) || self.is_complete()
     }
 }
 
@@ -213,8 +218,8 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             in_force: false,
             unread: BTreeSet::new(),
             pruned: false,
-            // The API server's objects come later.
-            read_at: matches!(objects, Objects::Manifests(_)).then_some(now),
+            // Objects come later.
+            read_at: None,
             read_error: None,
             last_read: None,
             audit_at: now + settings.sync_period,
@@ -289,7 +294,6 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             }
         }
         self.list_addresses();
-        self.rescan();
         self.look_around();
     }
 
@@ -300,7 +304,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
     /// Takes in one event.
     fn note(&mut self, event: Event) {
         match event {
-            Event::Manifests => self.rescan(),
+            Event::Manifests(news) => self.note_manifests(news),
             Event::Api(event) => self.note_api(event),
             Event::Addresses(notices) => self.note_addresses(&notices),
             Event::Rules => self.hurry.note(self.now()),
@@ -356,15 +360,17 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         next.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
     }
 
-    fn rescan(&mut self) {
-        let Objects::Manifests(source) = &mut self.objects else {
-            return;
-        };
-        let (changes, problems) = source.rescan();
-        self.settings.status.manifests(source.faults());
-        self.reports.problems(&changes, problems, self.now());
-        self.settings.status.queued(&changes, Vec::new(), true);
-        self.apply(changes);
+    fn note_manifests(&mut self, news: manifests::News) {
+        let told = self.objects.were_told();
+        self.objects = Objects::Manifests(Some(news.complete));
+        self.settings.status.manifests(news.faults);
+        self.reports
+            .problems(&news.changes, news.problems, self.now());
+        self.settings.status.queued(&news.changes, Vec::new(), true);
+        self.apply(news.changes);
+        if !told {
+            self.read_at = Some(self.now());
+        }
         self.read_to_prune();
     }
 
@@ -543,7 +549,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
 
     /// Gives one round to the kernel; whether there is more to do now.
     fn work(&mut self) -> bool {
-        if matches!(self.objects, Objects::Api(_)) && !self.objects.is_complete() {
+        if !self.objects.were_told() {
             return false;
         }
         let now = self.now();
@@ -631,7 +637,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
     /// Tells that a start is over.
     fn tell_in_force(&self) {
         match self.planner.failing().count() {
-            0 if matches!(&self.objects, Objects::Manifests(source) if !source.is_complete()) => {
+            0 if !self.objects.is_complete() => {
                 warn!("what could be read is in force; not all manifests could be read");
             }
             0 => info!("what the objects say is in force"),

@@ -19,6 +19,8 @@ use nix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
+use crate::place::replace;
+
 /// A drain with its deadline.
 pub type Deadline = (VirtualServerKey, RealServerKey, Instant);
 
@@ -198,12 +200,7 @@ fn write(file: &Path, drains: &[Deadline]) -> io::Result<()> {
         return Ok(());
     }
     let boot_id = boot_id()?;
-    if let Some(folder) = file.parent() {
-        fs::create_dir_all(folder)?;
-    }
-    let new = file.with_extension("new");
-    fs::write(&new, serde_json::to_vec(&Content { boot_id, drains })?)?;
-    fs::rename(new, file)
+    replace(file, &serde_json::to_vec(&Content { boot_id, drains })?)
 }
 
 fn boot_id() -> io::Result<String> {

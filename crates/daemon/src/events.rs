@@ -53,6 +53,8 @@ pub enum Reason {
     AddressConflict,
     /// An address that is somebody else's, or that is not allowed.
     AddressRefused,
+    /// A process of the node listens on an address and port of the node for which the Service asks.
+    PortInUse,
     /// An address that the node needs is served without being local to the node.
     AddressNotBound,
     /// The Service has more virtual or real servers than a Service may have.
@@ -76,7 +78,7 @@ impl fmt::Display for Reason {
 }
 
 impl Reason {
-    /// Whether every node finds it alike.
+    /// Whether every node finds it alike: it follows from objects alone.
     fn is_everywhere(self) -> bool {
         matches!(
             self,
@@ -95,6 +97,7 @@ impl Reason {
             Reason::InvalidField
             | Reason::AddressConflict
             | Reason::AddressRefused
+            | Reason::PortInUse
             | Reason::TooLarge => "IgnoreField",
             Reason::AddressNotBound => "RouteByMark",
             Reason::FailedToProgram => "ProgramKernel",
@@ -183,6 +186,7 @@ impl From<&Refused> for Finding {
             object: Object::Service(refused.service.clone()),
             reason: match refused.cause {
                 Cause::VirtualServers(_) | Cause::RealServers(_) => Reason::TooLarge,
+                Cause::Listener => Reason::PortInUse,
                 Cause::Routed => Reason::AddressNotBound,
                 _ => Reason::AddressRefused,
             },

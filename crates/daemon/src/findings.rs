@@ -4,12 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
+use crate::report::{Reports, Say, Topic, say};
 use ipvs_proxy_core::op::Dataplane;
 use ipvs_proxy_core::planner::{DrainNews, DrainStep, Planner};
 use ipvs_proxy_core::state::{Key, State, Value};
-use tracing::{debug, warn};
-
-use crate::report::{FEW, Reports, Topic, say};
 
 /// While pods are to be told by the Node's networks, and there are none.
 pub const NO_POD_CIDRS: &str = "detectLocalMode NodeCIDR: there is no Node of this name with spec.podCIDRs; \
@@ -75,24 +73,25 @@ pub fn of_drift(
 }
 
 /// Tells of the findings that were not told before.
-pub fn tell(findings: &BTreeSet<Finding>, told: &BTreeSet<Finding>, planner: &Planner) {
+pub fn tell(
+    findings: &BTreeSet<Finding>,
+    told: &BTreeSet<Finding>,
+    planner: &Planner,
+    reports: &mut Reports,
+    now: Instant,
+) {
     let new: Vec<&Finding> = findings.difference(told).collect();
-    for (n, Finding { key, found }) in new.iter().enumerate() {
+    let mut lines = 0_usize;
+    for Finding { key, found } in &new {
         let service = planner.owner(key).map(ToString::to_string);
-        if n < FEW {
-            warn!(service, %key, %found, "changed by somebody else");
-        } else {
-            debug!(service, %key, %found, "changed by somebody else");
-        }
+        let say = reports.line(Topic::Drift, now);
+        lines += usize::from(say == Say::Line);
+        say!(say, warn, service, %key, %found, "changed by somebody else");
     }
-    if new.len() > FEW {
+    if lines < new.len() {
         let kinds = sum(new.iter().map(|finding| kind(&finding.key)));
-        warn!(
-            findings = new.len(),
-            told = FEW,
-            %kinds,
-            "much was changed by somebody else"
-        );
+        let say = reports.sum(Topic::Drift, now);
+        say!(say, warn, findings = new.len(), told = lines, %kinds, "much was changed by somebody else");
     }
 }
 

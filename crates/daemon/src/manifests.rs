@@ -4,10 +4,14 @@
 //!   are ignored. The first error of a file refuses the file.
 //! - [`Source`] keeps what all files together say, reads what changed, and tells the difference.
 //! - [`watch`] tells when it is worth looking again.
+//! - [`follow`] does all of this on threads of its own, and tells what is new.
 
+mod aside;
 mod document;
 mod folder;
+mod follow;
 mod kinds;
+mod problem;
 mod source;
 mod watch;
 
@@ -16,7 +20,9 @@ use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
-pub use source::{Problem, Source};
+pub use follow::{News, follow};
+pub use problem::Problem;
+pub use source::Source;
 pub use watch::{Busy, watch};
 
 use crate::objects::{EndpointSlice, Metadata, Node, Service};

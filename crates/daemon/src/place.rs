@@ -84,6 +84,19 @@ impl Place {
     }
 }
 
+/// Replaces a file's content in one step, and makes its folder.
+///
+/// # Errors
+/// When it can't be written.
+pub(crate) fn replace(file: &Path, content: &[u8]) -> io::Result<()> {
+    if let Some(folder) = file.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    let new = file.with_extension("new");
+    fs::write(&new, content)?;
+    fs::rename(new, file)
+}
+
 /// What names the namespace of this process's number.
 fn namespace() -> String {
     let link = fs::read_link("/proc/self/ns/pid");

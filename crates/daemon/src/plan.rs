@@ -121,6 +121,9 @@ pub fn plan(flags: &Plan) -> Result<Planned, String> {
                 &rules.lines(),
                 &format!("{tool} "),
             ));
+            for line in rules.misplaced(&present) {
+                let _ = writeln!(text, "-{tool} {line}");
+            }
         }
         return Ok(Planned {
             differs: !text.is_empty(),

@@ -59,6 +59,8 @@ pub enum Topic {
     Drain,
     /// Real servers that no longer drain.
     DrainEnd,
+    /// What somebody else changed in the kernel.
+    Drift,
 }
 
 impl Topic {
@@ -75,6 +77,7 @@ impl Topic {
             Topic::Recovered => "recovered",
             Topic::Drain => "drain",
             Topic::DrainEnd => "drain_end",
+            Topic::Drift => "drift",
         }
     }
 
@@ -240,6 +243,17 @@ impl Reports {
         self.tokens -= 1;
         self.window(topic, now).told += 1;
         self.count(topic, "told", 1);
+        Say::Line
+    }
+
+    /// Says what to do with a sum of what was left out of a topic. Where it is a line, no other sum follows.
+    pub fn sum(&mut self, topic: Topic, now: Instant) -> Say {
+        self.refill(now);
+        if self.tokens == 0 {
+            return Say::Detail;
+        }
+        self.tokens -= 1;
+        self.window(topic, now).left = 0;
         Say::Line
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -101,10 +101,12 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     let mut planner = Planner::new(config);
     let objects = match &settings.objects {
         Objects::Manifests(paths) => {
-            let (changes, busy) = manifests::watch(paths).context("manifests can't be watched")?;
-            let source = Source::new(paths.clone(), &node_name, node.is_none()).leaving(busy);
-            forward(changes, sender.clone())?;
-            controller::Objects::Manifests(Box::new(source))
+            let memory = place.as_ref().map(|place| place.file("manifests.json"));
+            let source = Source::new(paths.clone(), &node_name, node.is_none()).remembering(memory);
+            let sender = sender.clone();
+            let tell = move |news| sender.send(Event::Manifests(news)).is_ok();
+            manifests::follow(source, tell).context("manifests can't be followed")?;
+            controller::Objects::Manifests(None)
         }
         Objects::Kubeconfig(_) | Objects::InCluster => {
             let (found, to_report) = mpsc::channel(FINDINGS);
@@ -238,7 +240,8 @@ fn stop_on_change(
     let Some(file) = flags.shape.config.clone() else {
         return Ok(());
     };
-    let (changes, busy) = manifests::watch(std::slice::from_ref(&file))
+    let (ticks, changes) = sync_channel(1);
+    let busy = manifests::watch(std::slice::from_ref(&file), ticks)
         .context("the configuration can't be watched")?;
     let mut told = Vec::new();
     let watch = move || {
@@ -276,20 +279,6 @@ fn stop_on_change(
     thread::Builder::new()
         .name("configuration".to_owned())
         .spawn(watch)?;
-    Ok(())
-}
-
-fn forward(changes: Receiver<()>, sender: SyncSender<Event>) -> Result<()> {
-    let forward = move || {
-        for () in changes {
-            if sender.send(Event::Manifests).is_err() {
-                return;
-            }
-        }
-    };
-    thread::Builder::new()
-        .name("manifests-events".to_owned())
-        .spawn(forward)?;
     Ok(())
 }
 

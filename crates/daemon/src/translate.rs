@@ -5,7 +5,7 @@
 //! refused, because it can't be right, with one line that says where and why. A broken part
 //! leaves the rest of its object working.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::SystemTime;
@@ -533,6 +533,7 @@ fn service_ports(spec: &ServiceSpec, refusals: &mut Refusals) -> Vec<model::Serv
         }
     };
     let mut ports: Vec<model::ServicePort> = Vec::new();
+    let (mut numbers, mut names, mut node_ports) = (HashSet::new(), HashSet::new(), HashSet::new());
     for (i, entry) in spec.ports.as_deref().unwrap_or_default().iter().enumerate() {
         let field = |name: &str| format!("spec.ports[{i}].{name}");
         let name = entry.name.as_deref().unwrap_or_default();
@@ -541,14 +542,13 @@ fn service_ports(spec: &ServiceSpec, refusals: &mut Refusals) -> Vec<model::Serv
         let (Some(protocol), Some(port)) = (protocol, port) else {
             continue;
         };
-        let mut others = ports.iter().filter(|other| other.protocol == protocol);
-        if others.clone().any(|other| other.port == port) {
+        if numbers.contains(&(protocol, port)) {
             let reason = format!("is already a {} port of this Service", upper(protocol));
             refusals.add(field("port"), port, reason);
             continue;
         }
         // Slices join by name and protocol, so two ports of one name would share endpoints.
-        if others.any(|other| &*other.name == name) {
+        if !names.insert((protocol, name)) {
             refusals.text(
                 field("name"),
                 name,
@@ -556,13 +556,13 @@ fn service_ports(spec: &ServiceSpec, refusals: &mut Refusals) -> Vec<model::Serv
             );
             continue;
         }
+        numbers.insert((protocol, port));
         let node_port = entry
             .node_port
             .filter(|number| with_node_ports && *number != 0);
         let mut node_port = node_port.and_then(|n| refusals.port(|| field("nodePort"), n));
-        let taken = |p: &model::ServicePort| p.protocol == protocol && p.node_port == node_port;
         if let Some(number) = node_port
-            && ports.iter().any(taken)
+            && !node_ports.insert((protocol, number))
         {
             let reason = format!("is already a {} nodePort of this Service", upper(protocol));
             refusals.add(field("nodePort"), number, reason);

@@ -67,7 +67,8 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             return;
         }
         let found = findings::of_drift(&step.drift, &State::new(), &self.planner, &mut self.kernel);
-        findings::tell(&found, &self.reported, &self.planner);
+        let reports = &mut self.reports;
+        findings::tell(&found, &self.reported, &self.planner, reports, now);
         let metrics = &self.settings.status.metrics;
         match self.settings.drift {
             Drift::Repair => {
@@ -220,7 +221,8 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         let again = audit.reading;
         let drift = self.planner.differing_again(first, &again);
         let found = findings::of_drift(&drift, &again.state, &self.planner, &mut self.kernel);
-        findings::tell(&found, &self.reported, &self.planner);
+        let reports = &mut self.reports;
+        findings::tell(&found, &self.reported, &self.planner, reports, now);
         let metrics = &self.settings.status.metrics;
         match self.settings.drift {
             Drift::Repair => metrics.drifted(drift.len(), true),

@@ -28,6 +28,23 @@ const SYNC: Duration = Duration::from_secs(30);
 impl World {
     /// A loop whose objects are those of an API server: one Service with two endpoints.
     fn new() -> World {
+        let mut world = World::empty(Objects::Api(BTreeSet::new()));
+        for (kind, change) in [
+            (Kind::Services, service("web", 1)),
+            (Kind::EndpointSlices, endpoints("web", 2)),
+        ] {
+            world.hear(News {
+                changes: vec![change],
+                listed: Some(kind),
+                ..News::default()
+            });
+        }
+        world.settle();
+        world
+    }
+
+    /// A loop that has heard of nothing.
+    fn empty(objects: Objects) -> World {
         let now = Rc::new(Cell::new(Instant::now()));
         let (found, findings) = mpsc::channel(64);
         let status = Status::new(&Family::ALL, SYNC, true, serde_json::Value::Null);
@@ -57,25 +74,12 @@ impl World {
             Box::new(move || now.get())
         };
         let planner = Planner::new(Config::default());
-        let objects = Objects::Api(BTreeSet::new());
-        let mut world = World {
+        World {
             controller: Controller::new(objects, planner, MemoryKernel::new(), settings, clock),
             now,
             status,
             findings,
-        };
-        for (kind, change) in [
-            (Kind::Services, service("web", 1)),
-            (Kind::EndpointSlices, endpoints("web", 2)),
-        ] {
-            world.hear(News {
-                changes: vec![change],
-                listed: Some(kind),
-                ..News::default()
-            });
         }
-        world.settle();
-        world
     }
 
     fn hear(&mut self, news: News) {
@@ -216,6 +220,37 @@ fn news_is_taken_in_between_two_rounds_of_a_big_service() {
     world.tell(endpoints("web", 3));
     assert!(world.controller.turn());
     assert!(world.holds(THIRD));
+}
+
+/// The loop reads no file: it is told what they say. Nothing is written before, and nothing goes before all could be read.
+#[test]
+fn manifests_are_waited_for_and_what_they_do_not_name_goes_when_all_are_read() {
+    let mut world = World::empty(Objects::Manifests(None));
+    let old = Key::Address([10, 96, 0, 99].into());
+    world.kernel().state.insert(Key::Link, Value::Present);
+    world.kernel().state.insert(old, Value::Present);
+    let before = world.kernel().state.clone();
+    world.pass(SYNC * 3);
+    assert_eq!(world.kernel().state, before);
+    assert!(!world.is(Question::Readiness));
+    let read = |changes, complete: bool| {
+        let faults = [(!complete).then(|| "a.yaml".to_owned())];
+        Event::Manifests(manifests::News {
+            changes,
+            faults: faults.into_iter().flatten().collect(),
+            complete,
+            ..Default::default()
+        })
+    };
+    let changes = vec![service("web", 1), endpoints("web", 3)];
+    world.controller.note(read(changes, false));
+    world.pass(SYNC);
+    assert!(world.holds(THIRD) && world.kernel().state.contains_key(&old));
+    assert!(!world.is(Question::Readiness));
+    world.controller.note(read(Vec::new(), true));
+    world.pass(Duration::from_secs(3));
+    assert!(world.holds(THIRD) && !world.kernel().state.contains_key(&old));
+    assert!(world.is(Question::Readiness));
 }
 
 #[test]

@@ -1,5 +1,6 @@
 use std::time::{Duration, Instant};
 
+use ipvs_proxy_core::guard::{Cause, Refused};
 use ipvs_proxy_core::model::ObjectName;
 
 use super::{
@@ -190,4 +191,33 @@ fn names_are_those_of_every_release_and_machine() {
     assert_eq!(hash(&[]), 0xefd0_1f60_ba99_2926);
     assert_eq!(hash(&["ab", "c"]), 0x04f3_60e5_0ae8_8219);
     assert_ne!(hash(&["ab", "c"]), hash(&["a", "bc"]));
+}
+
+/// Processes and addresses of a node are its own: where nobody else finds it, nobody else reports it.
+#[test]
+fn what_a_process_of_the_node_keeps_is_reported_by_each_node_that_finds_it() {
+    let now = Instant::now();
+    let found = |cause: Cause| {
+        let nodes = (0..100).map(|node| {
+            let mut reporter = Reporter::new(&format!("node{node}"), 100, now);
+            let refused = Refused {
+                service: ObjectName::new("default", "web"),
+                cause,
+                first: "192.168.10.11:22/tcp".to_owned(),
+                count: 1,
+            };
+            reporter.note(Finding::from(&refused), now, HOUR * 7);
+            all_due(&mut reporter, now + LONG)
+        });
+        let mut names: Vec<String> = nodes.flatten().collect();
+        let reported = names.len();
+        names.sort();
+        names.dedup();
+        (reported, names.len())
+    };
+    assert_eq!(found(Cause::Listener), (100, 100));
+    for cause in [Cause::Reserved, Cause::Endpoint, Cause::RealServers(5)] {
+        let (reported, names) = found(cause);
+        assert!(reported < 20 && names == 1, "{cause:?}: {reported} {names}");
+    }
 }

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
-use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
 use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -13,91 +12,15 @@ use ipnet::IpNet;
 use ipvs_proxy_core::guard::Needed;
 use ipvs_proxy_core::model::{self, Change, ObjectName};
 
-use super::folder::{Folder, list};
-use super::{Busy, ManifestError, Object, Placed, parse, printable, text_of};
+use super::aside::{Aside, Read};
+use super::folder::{Folders, list};
+use super::{Busy, ManifestError, Object, Placed, Problem, printable};
 use crate::translate::{self, Refusal};
 
+/// A file of more bytes is read aside, where there is such a thread: it takes a tenth of a second and more.
+const LARGE: u64 = 256 << 10;
 /// A file that was changed this short a time ago may be changed again without a new time stamp.
 const SETTLED: Duration = Duration::from_millis(100);
-
-/// Something about the manifests that a person should know. Displays as one line.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Problem {
-    /// A file can't be read, or a part of it. Where it was read well before, what it said then
-    /// stays in force; else what can be read of it counts.
-    BadFile {
-        /// Why.
-        error: ManifestError,
-        /// Whether it is its last good content that is in force.
-        kept: bool,
-    },
-    /// A file or directory can't be looked at. What it said last stays in force.
-    Unreachable {
-        /// The path.
-        path: PathBuf,
-        /// Why.
-        error: String,
-        /// Whether there is something of it in force.
-        kept: bool,
-    },
-    /// A part of an object can't be used.
-    Refused {
-        /// The file.
-        file: String,
-        /// The line on which the object's document starts.
-        line: usize,
-        /// What and why.
-        refusal: Refusal,
-    },
-    /// There was a problem with a file or directory, and there is none any more.
-    Mended {
-        /// The path.
-        path: String,
-    },
-    /// An object stands twice; the last in the order of paths counts.
-    Twice {
-        /// Kind, namespace and name.
-        object: String,
-        /// The file that does not count.
-        ignored: String,
-        /// The file that counts.
-        used: String,
-    },
-}
-
-impl fmt::Display for Problem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Problem::BadFile { error, kept: false } => error.fmt(f),
-            Problem::BadFile { error, kept: true } => {
-                write!(f, "{error}; the file's last good content stays in force")
-            }
-            Problem::Unreachable { path, error, kept } => {
-                write!(f, "{}: {error}", printable(&path.display().to_string()))?;
-                if *kept {
-                    f.write_str("; what was last read there stays in force")?;
-                }
-                Ok(())
-            }
-            Problem::Refused {
-                file,
-                line,
-                refusal,
-            } => write!(f, "{file}:{line}: {refusal}"),
-            Problem::Mended { path } => write!(f, "{path}: is good again"),
-            Problem::Twice {
-                object,
-                ignored,
-                used,
-            } => {
-                write!(
-                    f,
-                    "{object}: is in {ignored} and in {used}; the one in {used} is used"
-                )
-            }
-        }
-    }
-}
 
 /// Manifests in files and directories, and what they said last.
 ///
@@ -105,24 +28,35 @@ impl fmt::Display for Problem {
 /// starts with a dot and without subdirectories; symbolic links to files are followed. One that is
 /// missing, or replaced by an empty one, says nothing: what it said last stays in force. The
 /// cost of a look is one `stat` a file and the work on the files that changed.
+///
+/// With a thread aside a look is short: large files are read there, and of many small ones some, the newest first. An
+/// object is gone only when the files are read that were known to be changed by then: it may stand in one of them now.
 #[derive(Debug)]
 pub struct Source {
     paths: Vec<PathBuf>,
     node_name: String,
     node_addresses: bool,
     files: BTreeMap<FileKey, File>,
-    /// The directories among the paths, by number, as they were listed last.
-    folders: BTreeMap<usize, Folder>,
+    /// The directories among the paths, as they were listed last.
+    folders: Folders,
     /// The files that somebody is writing now; they are read when that is done.
     busy: Busy,
     /// Who says what about each object. The last file's word counts.
     claims: BTreeMap<Key, BTreeMap<FileKey, Value>>,
     /// The paths that could not be looked at the last time.
     unreachable: BTreeSet<PathBuf>,
+    /// Where large files are read.
+    aside: Option<Aside>,
+    /// How many looks there were.
+    looks: u64,
+    /// The last one left small files for the next.
+    more: bool,
+    /// Objects that no file names any more, what was in force about them, and since which look.
+    leaving: BTreeMap<Key, (Value, u64)>,
 }
 
 /// The place of a file in the order of paths: the argument's number, then the name.
-type FileKey = Arc<(usize, PathBuf)>;
+pub(super) type FileKey = Arc<(usize, PathBuf)>;
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Key {
@@ -167,6 +101,27 @@ struct File {
     good: bool,
     /// It was not read well the last time, or not all of it can be used.
     faulty: bool,
+    /// Since which look it is known to be another than what was read.
+    waits: Option<u64>,
+    /// The number of the job that reads it aside.
+    job: Option<u64>,
+}
+
+/// A file that is not what it was.
+#[derive(Debug, Clone)]
+struct Changed {
+    key: FileKey,
+    stamp: Stamp,
+    settled: bool,
+    /// It was read; only its time stamp is too young to be trusted.
+    again: bool,
+}
+
+impl Changed {
+    /// Its time stamp, if a later change will make another.
+    fn stamp(&self) -> Option<Stamp> {
+        Some(self.stamp.clone()).filter(|_| self.settled)
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -185,6 +140,17 @@ impl Stamp {
             .and_then(|time| SystemTime::now().duration_since(time).ok());
         Ok((stamp, age.is_some_and(|age| age > SETTLED)))
     }
+
+    /// What sorts the newest first.
+    fn age(&self) -> impl Ord + use<> {
+        let Stamp([seconds, nanoseconds, ..], _) = self;
+        std::cmp::Reverse((*seconds, *nanoseconds))
+    }
+
+    fn bytes(&self) -> u64 {
+        let Stamp(_, [bytes, ..]) = self;
+        *bytes
+    }
 }
 
 impl Source {
@@ -199,10 +165,14 @@ impl Source {
             node_name: node_name.to_owned(),
             node_addresses,
             files: BTreeMap::new(),
-            folders: BTreeMap::new(),
+            folders: Folders::default(),
             busy: Busy::default(),
             claims: BTreeMap::new(),
             unreachable: BTreeSet::new(),
+            aside: None,
+            looks: 0,
+            more: false,
+            leaving: BTreeMap::new(),
         }
     }
 
@@ -211,6 +181,34 @@ impl Source {
     pub fn leaving(mut self, busy: Busy) -> Source {
         self.busy = busy;
         self
+    }
+
+    /// Keeps in that file, if there is one, over a restart, which directories held manifests. An empty one says nothing
+    /// where that is not known, or where another one held some.
+    #[must_use]
+    pub fn remembering(mut self, file: Option<PathBuf>) -> Source {
+        self.folders = Folders::kept_in(file);
+        self
+    }
+
+    /// Has large files read by that thread.
+    pub(super) fn with_aside(mut self, aside: Aside) -> Source {
+        self.aside = Some(aside);
+        self
+    }
+
+    pub(super) fn paths(&self) -> &[PathBuf] {
+        &self.paths
+    }
+
+    /// Whether files are known to be others than what was read.
+    pub(super) fn is_behind(&self) -> bool {
+        self.files.values().any(|file| file.waits.is_some())
+    }
+
+    /// Whether another look goes on with them at once.
+    pub(super) fn has_more(&self) -> bool {
+        self.more
     }
 
     /// Whether every path was reached and every file there was read well at least once: only
@@ -234,9 +232,11 @@ impl Source {
     /// that are new. A Node that is gone is no change: its addresses and its pods' networks stay the
     /// last word.
     pub fn rescan(&mut self) -> (Vec<Change>, Vec<Problem>) {
+        self.looks += 1;
         let mut scan = Scan {
             problems: Vec::new(),
-            before: BTreeMap::new(),
+            before: std::mem::take(&mut self.leaving),
+            left: LARGE,
         };
         let mut listed = BTreeSet::new();
         let mut unreachable = BTreeSet::new();
@@ -249,22 +249,18 @@ impl Source {
                     Err(std::io::Error::other("it is not a directory any more"))
                 }
                 // As it is where nothing is mounted any more. Files that were deleted leave the same one.
-                Ok((paths, folder))
-                    if was_directory
-                        && paths.is_empty()
-                        && self.folders.get(&number) != folder.as_ref() =>
-                {
-                    Err(std::io::Error::other(
-                        "it is another directory than before and holds no manifest; \
-                         if none is wanted, restart with it as it is",
-                    ))
+                Ok((paths, Some(folder))) if paths.is_empty() => {
+                    match self.folders.doubt(path, &folder) {
+                        Some(why) => Err(std::io::Error::other(why)),
+                        None => Ok((paths, Some(folder))),
+                    }
                 }
                 found => found,
             };
             match found {
                 Ok((paths, folder)) => {
                     if let Some(folder) = folder {
-                        self.folders.insert(number, folder);
+                        self.folders.note(path, folder, !paths.is_empty());
                     }
                     listed.extend(paths.into_iter().map(|p| Arc::new((number, p))));
                 }
@@ -292,50 +288,98 @@ impl Source {
             let file = self.files.remove(&key).unwrap_or_default();
             self.replace(&key, file.keys, BTreeMap::new(), &mut scan);
         }
-        for key in listed {
-            let under = self
-                .paths
-                .get(key.0)
-                .is_some_and(|path| unreachable.contains(path));
-            if !under {
-                self.refresh(&key, &mut scan);
-            }
-        }
+        listed.retain(|key: &FileKey| {
+            let path = self.paths.get(key.0);
+            !path.is_some_and(|path| unreachable.contains(path))
+        });
+        self.refresh(listed, &mut scan);
         for path in self.unreachable.difference(&unreachable) {
             let path = printable(&path.display().to_string());
             scan.problems.push(Problem::Mended { path });
         }
         self.unreachable = unreachable;
+        self.folders.keep();
         (self.changes(scan.before), scan.problems)
     }
 
-    /// Reads a file again if it is not what it was.
-    fn refresh(&mut self, key: &FileKey, scan: &mut Scan) {
+    /// Reads files that are not what they were, or has them read aside, or leaves them for the next look.
+    fn refresh(&mut self, listed: BTreeSet<FileKey>, scan: &mut Scan) {
+        let ended = self.aside.as_mut().and_then(Aside::ended);
+        if let Some((key, number, read)) = ended
+            && let Some(file) = self.files.get_mut(&key)
+            && file.job.take_if(|job| *job == number).is_some()
+        {
+            file.waits = None;
+            self.take(&key, read, scan);
+        }
+        let changed = listed.into_iter().filter_map(|key| self.changed(key));
+        let mut changed: Vec<Changed> = changed.collect();
+        if self.aside.is_some() {
+            changed.sort_by_key(|changed| (changed.again, changed.stamp.age()));
+        }
+        self.more = false;
+        let mut large = BTreeMap::new();
+        for changed in changed {
+            let (bytes, again) = (changed.stamp.bytes(), changed.again);
+            let key = changed.key.clone();
+            let file = self.files.entry(key.clone()).or_default();
+            match &mut self.aside {
+                Some(_) if bytes > LARGE => {
+                    large.insert(key, changed);
+                }
+                Some(_) if scan.left < bytes => self.more = true,
+                _ => {
+                    scan.left = scan.left.saturating_sub(bytes);
+                    file.waits = None;
+                    file.job = None;
+                    file.stamp = changed.stamp();
+                    let read = Read::of(&key.1, file.content);
+                    self.take(&key, read, scan);
+                    continue;
+                }
+            }
+            if !again {
+                file.waits.get_or_insert(self.looks);
+            }
+        }
+        if let Some(aside) = &mut self.aside
+            && let Some((key, changed)) = aside.choose(&large)
+            && let Some(file) = self.files.get_mut(key)
+        {
+            file.job = aside.read(key, file.content);
+            file.stamp = changed.stamp();
+        }
+    }
+
+    /// What a file is now, if that is not what it was, and nobody writes it.
+    fn changed(&mut self, key: FileKey) -> Option<Changed> {
         let path = key.1.as_path();
-        let stdin = path == Path::new("-");
-        let writing = self.busy.contains(path);
         let file = self.files.entry(key.clone()).or_default();
-        if writing && file.good {
-            return;
+        if file.good && self.busy.contains(path) {
+            file.waits = None;
+            return None;
         }
         let (stamp, settled) = match Stamp::of(path) {
             Ok(found) => found,
             // A link to nowhere, and what was gone between the listing and now, read as such.
             Err(_) => (Stamp([0; 4], [0; 3]), true),
         };
-        if file.stamp.as_ref() == Some(&stamp) {
-            return;
-        }
-        file.stamp = Some(stamp).filter(|_| settled || stdin);
-        let text = text_of(path);
-        let content = Some(BuildHasherDefault::<DefaultHasher>::default().hash_one(&text));
-        if file.content == content {
-            return;
-        }
-        file.content = content;
-        let empty = text.as_ref().is_ok_and(|(_, text)| text.trim().is_empty());
-        let (objects, mut errors) = parse(path, text);
-        if empty && !file.keys.is_empty() {
+        let other = file.stamp.as_ref() != Some(&stamp);
+        other.then(|| Changed {
+            again: file.stamp.is_none() && file.content.is_some() && file.waits.is_none(),
+            settled: settled || key.1 == Path::new("-"),
+            stamp,
+            key,
+        })
+    }
+
+    /// Takes in what was read of a file.
+    fn take(&mut self, key: &FileKey, read: Option<Read>, scan: &mut Scan) {
+        let Some(read) = read else { return };
+        let file = self.files.entry(key.clone()).or_default();
+        file.content = Some(read.content);
+        let (objects, mut errors) = (read.objects, read.errors);
+        if read.empty && !file.keys.is_empty() {
             // A writer that has yet to write, or one that failed: nobody says that objects are gone.
             errors.push(ManifestError {
                 file: show(key),
@@ -486,7 +530,8 @@ impl Source {
     /// Keeps what was in force about an object before this look.
     fn remember(&self, object: &Key, scan: &mut Scan) {
         if !scan.before.contains_key(object) {
-            scan.before.insert(object.clone(), self.in_force(object));
+            let before = (self.in_force(object), self.looks);
+            scan.before.insert(object.clone(), before);
         }
     }
 
@@ -497,11 +542,16 @@ impl Source {
             .map_or(Value::Nothing, |(_, v)| v.clone())
     }
 
-    fn changes(&self, before: BTreeMap<Key, Value>) -> Vec<Change> {
+    fn changes(&mut self, before: BTreeMap<Key, (Value, u64)>) -> Vec<Change> {
+        let unread_since = self.files.values().filter_map(|file| file.waits).min();
         let mut changes = Vec::new();
-        for (object, before) in before {
+        for (object, (before, since)) in before {
             let now = self.in_force(&object);
             if now == before {
+                continue;
+            }
+            if now == Value::Nothing && unread_since.is_some_and(|look| look <= since) {
+                self.leaving.insert(object, (before, since));
                 continue;
             }
             match (object, now) {
@@ -539,8 +589,10 @@ impl Source {
 /// What one look gathers.
 struct Scan {
     problems: Vec<Problem>,
-    /// What was in force before, for each object that any changed file names.
-    before: BTreeMap<Key, Value>,
+    /// What was in force before, and at which look, for each object that any changed file names.
+    before: BTreeMap<Key, (Value, u64)>,
+    /// How many bytes may be read yet.
+    left: u64,
 }
 
 fn show(key: &FileKey) -> String {

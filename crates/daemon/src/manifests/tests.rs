@@ -242,6 +242,8 @@ fn size_is_no_limit_but_aliases_are() {
     assert_eq!(yaml(text).len(), 1);
 }
 
+mod following;
+
 /// A directory of its own for a test.
 struct Scratch(PathBuf);
 
@@ -262,6 +264,12 @@ impl Scratch {
         fs::write(self.path(name), text).unwrap();
     }
 
+    /// In one step.
+    fn replace(&self, name: &str, text: &str) {
+        self.write("new", text);
+        fs::rename(self.path("new"), self.path(name)).unwrap();
+    }
+
     fn source(&self) -> Source {
         Source::new(vec![self.0.clone()], "n1", true)
     }
@@ -280,6 +288,11 @@ fn changes(source: &mut Source) -> Vec<String> {
 
 fn outcome(source: &mut Source) -> (Vec<String>, Vec<String>) {
     let (changes, problems) = source.rescan();
+    let problems = problems.iter().map(ToString::to_string);
+    (said(changes), problems.collect())
+}
+
+fn said(changes: Vec<Change>) -> Vec<String> {
     let changes = changes.into_iter().map(|change| match change {
         Change::Service(name, Some(service)) => {
             format!("+{} {}", name.name, service.cluster_ips[0])
@@ -294,10 +307,7 @@ fn outcome(source: &mut Source) -> (Vec<String>, Vec<String>) {
             panic!("no manifest tells of links and processes")
         }
     });
-    (
-        changes.collect(),
-        problems.iter().map(ToString::to_string).collect(),
-    )
+    changes.collect()
 }
 
 #[test]
@@ -578,6 +588,11 @@ fn config_map(dir: &Scratch, version: &str, files: &[(&str, &str)]) {
     }
 }
 
+fn watched(path: &std::path::Path) -> (std::sync::mpsc::Receiver<()>, Busy) {
+    let (sender, ticks) = std::sync::mpsc::sync_channel(1);
+    (ticks, watch(&[path.to_owned()], sender).unwrap())
+}
+
 fn wait(ticks: &std::sync::mpsc::Receiver<()>, source: &mut Source, expected: &[&str]) {
     let deadline = Instant::now() + Duration::from_secs(10);
     let mut seen = Vec::new();
@@ -595,7 +610,7 @@ fn wait(ticks: &std::sync::mpsc::Receiver<()>, source: &mut Source, expected: &[
 fn a_watch_notices_what_happens() {
     let dir = Scratch::new("watch");
     dir.write("a.yaml", &service_text("a", "10.0.0.1"));
-    let (ticks, _) = watch(std::slice::from_ref(&dir.0)).unwrap();
+    let (ticks, _) = watched(&dir.0);
     let mut source = dir.source();
     assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
     dir.write("a.yaml", &service_text("a", "10.0.0.2"));
@@ -627,7 +642,7 @@ fn a_file_is_watched_by_its_directory() {
     let dir = Scratch::new("watch-file");
     dir.write("a.yaml", &service_text("a", "10.0.0.1"));
     let path = dir.path("a.yaml");
-    let (ticks, _) = watch(std::slice::from_ref(&path)).unwrap();
+    let (ticks, _) = watched(&path);
     let mut source = Source::new(vec![path], "n1", true);
     assert_eq!(changes(&mut source), ["+a 10.0.0.1"]);
     dir.write("new", &service_text("a", "10.0.0.2"));
@@ -641,7 +656,7 @@ fn a_file_is_left_alone_while_it_is_written() {
     let dir = Scratch::new("busy");
     dir.write("a.yaml", &service_text("a", "10.0.0.1"));
     dir.write("b.yaml", &service_text("b", "10.0.0.2"));
-    let (ticks, busy) = watch(std::slice::from_ref(&dir.0)).unwrap();
+    let (ticks, busy) = watched(&dir.0);
     let mut source = dir.source().leaving(busy.clone());
     assert_eq!(changes(&mut source), ["+a 10.0.0.1", "+b 10.0.0.2"]);
     // As `kubectl get -o yaml > a.yaml` does it: empty first, its text a while later.
@@ -755,6 +770,71 @@ fn another_empty_directory_is_no_word_on_objects() {
         outcome(&mut source),
         (vec!["-b".to_owned()], vec![] as Vec<String>)
     );
+    assert!(source.is_complete());
+}
+
+/// A daemon that is started again while the directory is not mounted sees an empty one.
+#[test]
+fn what_a_directory_held_is_known_over_a_restart() {
+    let dir = Scratch::new("restart");
+    let memory = Scratch::new("restart-memory");
+    let file = memory.path("below/manifests.json");
+    let restart = || {
+        let mut source = dir.source().remembering(Some(file.clone()));
+        let (changes, problems) = outcome(&mut source);
+        (changes.len(), problems, source.is_complete())
+    };
+    let refused = |(changes, problems, complete): (usize, Vec<String>, bool), why: &str| {
+        let [problem] = &problems[..] else {
+            panic!("{problems:?}")
+        };
+        assert!(
+            problem.contains(why) && problem.contains("none.yaml"),
+            "{problem}"
+        );
+        assert!(changes == 0 && !complete);
+    };
+    // Nothing is known: what is in the kernel may be of manifests that are not there.
+    let unknown = "whether it ever did is not known";
+    refused(restart(), unknown);
+    refused(restart(), unknown);
+    dir.write("a.yaml", &service_text("a", "10.0.0.1"));
+    assert_eq!(restart(), (1, vec![], true));
+    // Not mounted.
+    let mounted = dir.0.with_extension("mounted");
+    let _ = fs::remove_dir_all(&mounted);
+    fs::rename(&dir.0, &mounted).unwrap();
+    fs::create_dir(&dir.0).unwrap();
+    let another = "is another directory than before";
+    refused(restart(), another);
+    refused(restart(), another);
+    // Mounted again, and its last file deleted while nobody looked.
+    fs::rename(&dir.0, dir.0.with_extension("empty")).unwrap();
+    fs::rename(&mounted, &dir.0).unwrap();
+    assert_eq!(restart(), (1, vec![], true));
+    fs::remove_file(dir.path("a.yaml")).unwrap();
+    assert_eq!(restart(), (0, vec![], true));
+    // From then on there is nothing to lose, whichever directory it is.
+    fs::rename(&dir.0, &mounted).unwrap();
+    fs::rename(dir.0.with_extension("empty"), &dir.0).unwrap();
+    assert_eq!(restart(), (0, vec![], true));
+    fs::remove_dir(&mounted).unwrap();
+    // What was kept is lost, or no longer what it was. An empty file says that there is nothing.
+    fs::write(&file, "{").unwrap();
+    refused(restart(), unknown);
+    fs::remove_file(&file).unwrap();
+    refused(restart(), unknown);
+    dir.write("none.yaml", "");
+    assert_eq!(restart(), (0, vec![], true));
+    // Where nothing can be kept, nothing is known, and manifests are read all the same.
+    fs::remove_dir_all(memory.path("below")).unwrap();
+    memory.write("below", "a file");
+    assert_eq!(restart(), (0, vec![], true));
+    fs::remove_file(dir.path("none.yaml")).unwrap();
+    refused(restart(), unknown);
+    // `plan` has no kernel to lose.
+    let mut source = dir.source();
+    assert_eq!(outcome(&mut source), (vec![], vec![]));
     assert!(source.is_complete());
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{SyncSender, TrySendError};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -53,11 +53,11 @@ impl Busy {
 }
 
 /// Watches directories, and the directories of files, on a thread of its own (`inotify(7)`). A
-/// message says that something may have changed since the last: time for
-/// [`rescan`](super::Source::rescan).
+/// tick says that something may have changed since the last: time for
+/// [`rescan`](super::Source::rescan). None is sent while one waits.
 ///
 /// A directory that is replaced, unmounted, or reached by a symbolic link that was pointed
-/// elsewhere, is watched anew within a second; while a path can't be watched there is a message
+/// elsewhere, is watched anew within a second; while a path can't be watched there is a tick
 /// each second. Changes behind symbolic links within a directory are not seen, other than by the
 /// swap of `..data` that kubelet does with ConfigMaps. The thread ends some time after the
 /// receiver is dropped.
@@ -66,9 +66,8 @@ impl Busy {
 ///
 /// When the kernel gives no inotify instance (`EMFILE`) or the thread can't be started.
 /// A directory that can't be watched (`ENOSPC`) is no error: it is logged, and the directory looked at each second.
-pub fn watch(paths: &[PathBuf]) -> std::io::Result<(Receiver<()>, Busy)> {
+pub fn watch(paths: &[PathBuf], ticks: SyncSender<()>) -> std::io::Result<Busy> {
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(limit)?;
-    let (sender, receiver) = sync_channel(1);
     let busy = Busy::default();
     let writing = busy.clone();
     let stdin = Path::new("-");
@@ -85,9 +84,9 @@ pub fn watch(paths: &[PathBuf]) -> std::io::Result<(Receiver<()>, Busy)> {
         entry.check(&inotify);
     }
     std::thread::Builder::new()
-        .name("manifests".to_owned())
-        .spawn(move || run(&inotify, &mut watched, &sender, &writing))?;
-    Ok((receiver, busy))
+        .name("manifests-watch".to_owned())
+        .spawn(move || run(&inotify, &mut watched, &ticks, &writing))?;
+    Ok(busy)
 }
 
 /// An error of inotify, with the limit that it speaks of (`inotify(7)`).

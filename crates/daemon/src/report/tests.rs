@@ -9,6 +9,7 @@ use ipvs_proxy_core::state::{Key, Value};
 use ipvs_proxy_netlink::Protocol;
 
 use super::{AGAIN, BURST, FEW, REFILL, REMEMBERED, Reports, Say, Topic, WINDOW};
+use crate::findings;
 use crate::translate::Refusal;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -379,4 +380,50 @@ fn a_flood_is_bounded_per_second() {
     };
     assert_eq!(counted("left_out"), sums);
     assert_eq!(counted("told") + counted("left_out"), calls);
+}
+
+/// What others change all the time is under the bound of all lines.
+#[test]
+fn much_drift_is_a_few_lines_and_a_sum() {
+    let planner = ipvs_proxy_core::planner::Planner::new(Default::default());
+    let mut kernel = ipvs_proxy_core::memory::MemoryKernel::new();
+    let mut log = Log::new();
+    let mut audit = |log: &mut Log, ports: std::ops::Range<u16>| {
+        let keys = ports
+            .map(|port| Key::VirtualServer(virtual_server(port)))
+            .collect();
+        let read = Default::default();
+        let found = findings::of_drift(&keys, &read, &planner, &mut kernel);
+        let told = Default::default();
+        log.says(|reports, now| findings::tell(&found, &told, &planner, reports, now))
+    };
+    assert_eq!(audit(&mut log, 1..3).len(), 2);
+    let lines = audit(&mut log, 1..1001);
+    assert_eq!(lines.len(), FEW - 2 + 1, "{lines:?}");
+    assert_eq!(
+        lines.last().unwrap(),
+        "WARN much was changed by somebody else findings=1000 told=8 kinds=1000 virtual servers"
+    );
+    // Each five seconds for ten minutes, each time others.
+    let mut lines = 0;
+    for n in 0..120_u16 {
+        log.now += 5 * SECOND;
+        lines += audit(&mut log, 1 + n * 100..101 + n * 100).len();
+    }
+    assert!(lines <= 600 + BURST as usize, "{lines}");
+    assert!(log.counted(Topic::Drift, "left_out") > 10_000);
+    // Where there is no room at all, the sum comes when there is.
+    let mut log = Log::new();
+    for topic in [
+        Topic::Refused,
+        Topic::Manifest,
+        Topic::Conflict,
+        Topic::Takeover,
+        Topic::Drain,
+        Topic::Failed,
+    ] {
+        log.says(|reports, now| (0..20).for_each(|_| _ = reports.line(topic, now)));
+    }
+    let lines = audit(&mut log, 1..1001);
+    assert_eq!(lines.len(), 1, "{lines:?}");
 }

@@ -759,3 +759,60 @@ proptest! {
         let _ = parse_address(&text);
     }
 }
+
+/// Four times as much takes four times as long, not sixteen times.
+#[test]
+fn time_grows_with_the_size_of_an_object() {
+    use serde_json::json;
+    use std::time::Instant;
+    let many = |number: u32| {
+        let port = |n: u32| {
+            json!({"name": format!("p{n}"), "port": n % 65_535 + 1,
+                "protocol": (["TCP", "UDP"][n as usize % 2]), "nodePort": n % 65_535 + 1})
+        };
+        let ports: Vec<_> = (0..number).map(port).collect();
+        let address =
+            |n: u32| std::net::Ipv4Addr::from(u32::from_be_bytes([198, 18, 0, 1]) + n).to_string();
+        let addresses: Vec<_> = (0..number).map(address).collect();
+        let ingress: Vec<_> = addresses.iter().map(|ip| json!({ "ip": ip })).collect();
+        let endpoints: Vec<_> = addresses
+            .iter()
+            .map(|ip| json!({ "addresses": [ip] }))
+            .collect();
+        let of_node: Vec<_> = addresses
+            .iter()
+            .map(|ip| json!({"type": "InternalIP", "address": ip}))
+            .collect();
+        let service: crate::objects::Service = serde_json::from_value(json!({
+            "metadata": {"name": "s"},
+            "spec": {"type": "NodePort", "clusterIP": "10.0.0.1", "ports": ports, "externalIPs": addresses},
+            "status": {"loadBalancer": {"ingress": ingress}},
+        }))
+        .unwrap();
+        let slice: EndpointSlice = serde_json::from_value(json!({
+            "metadata": {"name": "e", "labels": {"kubernetes.io/service-name": "s"}},
+            "addressType": "IPv4", "ports": ports, "endpoints": endpoints,
+        }))
+        .unwrap();
+        let node: Node = serde_json::from_value(json!({
+            "metadata": {"name": "n"}, "status": {"addresses": of_node},
+        }))
+        .unwrap();
+        let took = |work: &dyn Fn() -> usize| {
+            let once = || {
+                let start = Instant::now();
+                assert_eq!(work(), number as usize);
+                start.elapsed()
+            };
+            (0..5).map(|_| once()).min().unwrap()
+        };
+        [
+            took(&|| super::service(&service).object.unwrap().ports.len()),
+            took(&|| super::slice(&slice, "n").object.unwrap().endpoints.len()),
+            took(&|| super::node(&node).object.unwrap().addresses.len()),
+        ]
+    };
+    for (less, more) in many(5000).into_iter().zip(many(20_000)) {
+        assert!(more < less * 10, "{less:?} {more:?}");
+    }
+}

@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
+use ipvs_netlink::Scheduler;
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::planner::Planner;
 use ipvs_proxy_dataplane::addresses;
@@ -48,7 +49,11 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
     let stop = stop_on_signals(sender.clone(), Arc::clone(&begun))?;
     let (runtime, access) = reach(settings)?;
 
-    let mut kernel = open(settings.iptables_backend, &sender)?;
+    let mut kernel = open(
+        settings.iptables_backend,
+        settings.config.scheduler,
+        &sender,
+    )?;
     let families = kernel.families().to_vec();
     // Without a folder of its own the daemon does all but keep deadlines over a restart.
     let place = Place::here().map_err(|error| {
@@ -72,7 +77,6 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         }
     }
     let mut config = settings.config.clone();
-    kernel.require_scheduler(config.scheduler)?;
     let scheduler = config.scheduler;
     config.families.clone_from(&families);
 
@@ -161,8 +165,9 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
 const TOOLS_WAIT: Duration = Duration::from_secs(1);
 
 /// Opens the kernel, with all that runs iptables on a thread of its own.
-fn open(iptables: Choice, sender: &SyncSender<Event>) -> Result<Kernel> {
-    let kernel = Kernel::open_with(&Family::ALL, Tools::later(iptables))?;
+fn open(iptables: Choice, scheduler: Scheduler, sender: &SyncSender<Event>) -> Result<Kernel> {
+    let mut kernel = Kernel::open_with(&Family::ALL, Tools::later(iptables))?;
+    kernel.require_scheduler(scheduler)?;
     let (own, listener, wake) = (kernel.own_rules(), sender.clone(), sender.clone());
     let found = move |tools: &Tools| {
         let (Ok(backend), Ok(version)) = (tools.backend(), tools.version()) else {

@@ -1040,3 +1040,21 @@ fn the_bounds_of_a_service_are_set() {
     ];
     assert_eq!(bounds(config(&flags)), (0, 7));
 }
+
+#[test]
+fn the_bit_of_routed_packets_is_another_than_that_of_masquerading() {
+    let bits = |flags: &[&str]| {
+        let config = of_flags(flags).unwrap().settings.config;
+        (config.masquerade_bit, config.route_bit)
+    };
+    assert_eq!(bits(&[]), (14, 13));
+    assert_eq!(bits(&["--iptables-masquerade-bit=13"]), (13, 12));
+    assert_eq!(bits(&["--route-bit=31"]), (14, 31));
+    for flags in [
+        &["--route-bit=14"],
+        &["--route-bit=32"],
+        &["--route-bit=-1"],
+    ] {
+        assert!(of_flags(flags).is_err(), "{flags:?}");
+    }
+}

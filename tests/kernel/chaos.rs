@@ -85,10 +85,10 @@ fn nothing_that_goes_wrong_harms_the_rest() {
 }
 
 /// Numbers by chance, the same ones for the same seed: SplitMix64.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -96,20 +96,20 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    fn within(&mut self, range: RangeInclusive<u64>) -> u64 {
+    pub(crate) fn within(&mut self, range: RangeInclusive<u64>) -> u64 {
         range.start() + self.next() % (range.end() - range.start() + 1)
     }
 
-    fn once_in(&mut self, times: u64) -> bool {
+    pub(crate) fn once_in(&mut self, times: u64) -> bool {
         self.next().is_multiple_of(times)
     }
 
-    fn one<'a, T>(&mut self, of: &'a [T]) -> Option<&'a T> {
+    pub(crate) fn one<'a, T>(&mut self, of: &'a [T]) -> Option<&'a T> {
         let place = self.next() % u64::try_from(of.len()).ok()?.max(1);
         of.get(usize::try_from(place).ok()?)
     }
 
-    fn seconds(&mut self, range: RangeInclusive<u64>) -> Duration {
+    pub(crate) fn seconds(&mut self, range: RangeInclusive<u64>) -> Duration {
         Duration::from_secs(self.within(range))
     }
 }

@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use ipvs_netlink::codec::Unsendable;
 use ipvs_netlink::{
-    Client, Error, Forwarding, Persistence, RealServer, RealServerKey, Request, Scheduler,
-    SchedulerFlags, Stats, Timeouts, Tunnel, TunnelChecksum, VirtualServer, VirtualServerKey,
+    Client, Error, Forwarding, Persistence, PersistenceMask, RealServer, RealServerKey, Request,
+    Scheduler, SchedulerFlags, Stats, Timeouts, Tunnel, TunnelChecksum, VirtualServer,
+    VirtualServerKey,
 };
 use ipvs_proxy_netlink::{Family, Protocol};
 
@@ -85,7 +86,10 @@ fn server(key: VirtualServerKey, scheduler: &str) -> VirtualServer {
 
 fn persistent(key: VirtualServerKey, scheduler: &str, timeout_s: u32, prefix: u8) -> VirtualServer {
     VirtualServer {
-        persistence: Some(Persistence { timeout_s, prefix }),
+        persistence: Some(Persistence {
+            timeout_s,
+            mask: PersistenceMask::Prefix(prefix),
+        }),
         ..server(key, scheduler)
     }
 }

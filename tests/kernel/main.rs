@@ -23,6 +23,7 @@ mod iptables;
 mod ipvs;
 mod kinds;
 mod lacking;
+mod listing;
 mod nftables;
 mod order;
 mod reports;

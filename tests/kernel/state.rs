@@ -172,6 +172,18 @@ fn a_name_server_that_does_not_answer_holds_up_no_listing() {
         "the name server was not asked: {took:?}"
     );
     assert!(took < Duration::from_secs(15), "{took:?}");
+    // The name of a virtual server, which the original asks for as long as it takes.
+    let line = line.replace("ipvsadm -L", "ipvsadm -L -t nobody.example:80");
+    let started = Instant::now();
+    let mut listing = Command::new("unshare");
+    listing.args(["--mount", "sh", "-c", &line]);
+    let output = node.enter(|| listing.output()).unwrap();
+    let took = started.elapsed();
+    let answer = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(answer, "illegal virtual server address[:port] specified\n");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(took > Duration::from_secs(1), "it was not asked: {took:?}");
+    assert!(took < Duration::from_secs(9), "{took:?}");
 }
 
 #[test]

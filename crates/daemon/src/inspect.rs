@@ -4,30 +4,38 @@
 //! - [`list`] and [`save`] format a table (pure)
 //! - [`run`] does what a command line asks for with the kernel's table
 //!
-//! Differences: names that are not told within 3 s are shown as numbers; no module is loaded;
-//! connections, timeouts and sync daemons are not listed; a persistence mask that is no prefix (`-M 24`, which is 0.0.0.24) is shown as the prefix that
-//! [`ipvs_netlink::Persistence`] holds; of options that only editing commands take, the values
-//! are not checked.
+//! Differences: what changes the table is refused; a name of a host is given up after 3 s, and names of addresses that are not
+//! told within 3 s are shown as numbers; no module is loaded; rows of connections are never cut (ipvsadm reads 255 bytes of
+//! each); of options that only editing commands take, the values are not checked.
 
 mod args;
+mod connections;
 mod format;
 mod names;
 mod sort;
 
 use std::collections::BTreeSet;
-use std::io::Write;
+use std::fs::File;
+use std::io::{self, BufReader, BufWriter, Read as _, Write};
+use std::net::IpAddr;
 use std::process::ExitCode;
 
-use ipvs_netlink::{Client, Error, RealServer, RealServerEntry, VirtualServer, VirtualServerEntry};
+use ipvs_netlink::{
+    Client, Error, RealServer, RealServerEntry, VirtualServer, VirtualServerEntry, VirtualServerKey,
+};
 
 pub use args::{Command, ListOptions, UsageError, View, parse};
-pub use format::{Header, list, save};
+pub use connections::connections;
+pub use format::{Header, daemons, list, save, timeouts};
 pub use names::Names;
 
 /// A virtual server as listed, with its real servers.
 pub type Listed = (VirtualServerEntry, Vec<RealServerEntry>);
 /// A virtual server with its real servers.
 pub type Saved = (VirtualServer, Vec<RealServer>);
+
+/// Where the kernel lists the connections of the calling thread's network namespace.
+const CONNECTIONS: &str = "/proc/thread-self/net/ip_vs_conn";
 
 const VERSION: &str = concat!(
     "ipvsadm v1.31 compatible listing of ipvs-proxy ",
@@ -63,9 +71,12 @@ Options:
   --tun-info                          output of tunnel information
   --nosort                            disable sorting output of service/server entries
   --sort                              does nothing, for backwards compatibility
+  --connection   -c                   output of current IPVS connections
+  --timeout                           output of timeout (tcp tcpfin udp)
+  --daemon                            output of daemon information
   --numeric      -n                   numeric output of addresses and ports
 
-The table is only read here; the real ipvsadm changes it.
+The table is only read here; the original ipvsadm changes it.
 ";
 
 /// Does what ipvsadm's arguments (without the program's name) ask for: writes to standard output
@@ -75,59 +86,93 @@ The table is only read here; the real ipvsadm changes it.
 /// time is shown as a number.
 #[must_use]
 pub fn run(args: &[String]) -> ExitCode {
-    let outcome = answer(args);
-    let (text, code) = match outcome {
-        Ok(text) => (text, 0),
+    let mut out = BufWriter::new(std::io::stdout().lock());
+    let written = match answer(args) {
+        Ok(Answer::Text(text)) => out.write_all(text.as_bytes()),
+        Ok(Answer::Connections { engines, numeric }) => {
+            write_connections(engines, numeric, &mut out)
+        }
         Err(UsageError { text, exit }) => {
             let _ = writeln!(std::io::stderr(), "{text}");
-            (String::new(), exit)
+            return ExitCode::from(exit);
         }
     };
-    match std::io::stdout().write_all(text.as_bytes()) {
-        Ok(()) => ExitCode::from(code),
+    match written.and_then(|()| out.flush()) {
+        Ok(()) => ExitCode::SUCCESS,
         // A reader such as `head` that has seen enough is no failure.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::from(code),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
-            let _ = writeln!(std::io::stderr(), "can't write: {error}");
+            let _ = writeln!(std::io::stderr(), "can't list: {error}");
             ExitCode::FAILURE
         }
     }
 }
 
-fn answer(args: &[String]) -> Result<String, UsageError> {
-    match parse(args, &Names::system())? {
-        Command::Help => Ok(format!("{VERSION}\n{HELP}")),
-        Command::Version => Ok(format!("{VERSION}\n")),
+/// What a command line is answered with.
+enum Answer {
+    Text(String),
+    /// There may be millions, which are written as they are read.
+    Connections {
+        engines: bool,
+        numeric: bool,
+    },
+}
+
+fn answer(args: &[String]) -> Result<Answer, UsageError> {
+    let command = parse(args, &Names::system())?;
+    if let Command::Help = command {
+        return Ok(Answer::Text(format!("{VERSION}\n{HELP}")));
+    }
+    if let Command::Version = command {
+        return Ok(Answer::Text(format!("{VERSION}\n")));
+    }
+    let mut client = Client::open().map_err(no_ipvs)?;
+    let text = match command {
+        Command::Help | Command::Version => String::new(),
         Command::Save { numeric } => {
-            let mut client = Client::open().map_err(no_ipvs)?;
             let table = read(&mut client, None)?;
-            let names = names(&table, numeric);
+            let names = (!numeric).then(|| names_of(&table));
             let plain = table.into_iter().map(|(server, real_servers)| {
-                (
-                    server.server,
-                    real_servers.into_iter().map(|entry| entry.server).collect(),
-                )
+                let plain = real_servers.into_iter().map(|entry| entry.server);
+                (server.server, plain.collect())
             });
-            Ok(save(&plain.collect::<Vec<_>>(), names.as_ref()))
+            save(&plain.collect::<Vec<_>>(), names.as_ref())
         }
         Command::List(options) => {
-            let mut client = Client::open().map_err(no_ipvs)?;
             let info = client.info().map_err(no_ipvs)?;
             let table = read(&mut client, options.service)?;
-            let names = names(&table, options.numeric);
+            let names = (!options.numeric).then(|| names_of(&table));
             let header = Header {
                 version: info.version,
                 table_size: info.connection_table_size,
             };
-            Ok(list(&table, header, &options, names.as_ref()))
+            list(&table, header, &options, names.as_ref())
         }
-    }
+        Command::Timeouts => timeouts(&client.timeouts().map_err(failed)?),
+        Command::Daemons => daemons(&client.sync_daemons().map_err(failed)?),
+        Command::Connections { engines, numeric } => {
+            client.info().map_err(no_ipvs)?;
+            return Ok(Answer::Connections { engines, numeric });
+        }
+    };
+    Ok(Answer::Text(text))
 }
 
-fn read(
-    client: &mut Client,
-    service: Option<ipvs_netlink::VirtualServerKey>,
-) -> Result<Vec<Listed>, UsageError> {
+fn write_connections(engines: bool, numeric: bool, out: &mut impl Write) -> io::Result<()> {
+    let in_file =
+        |error: io::Error| io::Error::new(error.kind(), format!("{CONNECTIONS}: {error}"));
+    let mut file = File::open(CONNECTIONS).map_err(in_file)?;
+    if numeric {
+        return connections(BufReader::new(file), engines, None, out);
+    }
+    // All addresses are needed before the first row can be written.
+    let mut rows = String::new();
+    file.read_to_string(&mut rows).map_err(in_file)?;
+    let names = Names::system().with_hosts(&connections::addresses(&rows));
+    connections(rows.as_bytes(), engines, Some(&names), out)
+}
+
+fn read(client: &mut Client, service: Option<VirtualServerKey>) -> Result<Vec<Listed>, UsageError> {
     let servers = match service {
         None => client.virtual_servers().map_err(failed)?,
         Some(key) => match client.virtual_server(key).map_err(failed)? {
@@ -147,19 +192,15 @@ fn read(
     servers.into_iter().map(with_real_servers).collect()
 }
 
-fn names(table: &[Listed], numeric: bool) -> Option<Names> {
-    let addresses: BTreeSet<_> = table
-        .iter()
-        .flat_map(|(entry, real_servers)| {
-            let vip = match entry.server.key {
-                ipvs_netlink::VirtualServerKey::Address { address, .. } => Some(address),
-                ipvs_netlink::VirtualServerKey::FirewallMark { .. } => None,
-            };
-            vip.into_iter()
-                .chain(real_servers.iter().map(|entry| entry.server.key.address))
-        })
-        .collect();
-    (!numeric).then(|| Names::system().with_hosts(&addresses))
+fn names_of(table: &[Listed]) -> Names {
+    let mut addresses: BTreeSet<IpAddr> = BTreeSet::new();
+    for (entry, real_servers) in table {
+        if let VirtualServerKey::Address { address, .. } = entry.server.key {
+            addresses.insert(address);
+        }
+        addresses.extend(real_servers.iter().map(|entry| entry.server.key.address));
+    }
+    Names::system().with_hosts(&addresses)
 }
 
 /// The words of libipvs (`ipvs_strerror`) for a client that can't be used at all.

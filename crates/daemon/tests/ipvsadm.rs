@@ -11,10 +11,13 @@ use std::net::IpAddr;
 use std::path::Path;
 
 use ipvs_netlink::{
-    Forwarding, Persistence, RealServer, RealServerEntry, RealServerKey, Scheduler, SchedulerFlags,
-    Stats, Tunnel, TunnelChecksum, VirtualServer, VirtualServerEntry, VirtualServerKey,
+    Forwarding, Persistence, PersistenceMask, RealServer, RealServerEntry, RealServerKey,
+    Scheduler, SchedulerFlags, Stats, SyncDaemon, SyncRole, Timeouts, Tunnel, TunnelChecksum,
+    VirtualServer, VirtualServerEntry, VirtualServerKey,
 };
-use ipvs_proxy::inspect::{Command, Header, Listed, Names, UsageError, list, parse, save};
+use ipvs_proxy::inspect::{
+    Command, Header, Listed, Names, UsageError, connections, daemons, list, parse, save, timeouts,
+};
 use ipvs_proxy_netlink::{Family, Protocol};
 
 const HEADER: Header = Header {
@@ -28,6 +31,7 @@ https\t\t443/tcp
 http-alt\t8080/tcp\twebcache
 domain\t\t53/udp
 sip\t\t5060/udp
+tproxy\t\t8081/tcp
 ";
 
 #[derive(Debug, PartialEq)]
@@ -166,8 +170,8 @@ fn virtual_server(line: &str) -> VirtualServer {
         match *word {
             "persistent" => {
                 let timeout_s = words.next().unwrap().parse().unwrap();
-                let prefix = key.family().host_prefix();
-                server.persistence = Some(Persistence { timeout_s, prefix });
+                let mask = PersistenceMask::Prefix(key.family().host_prefix());
+                server.persistence = Some(Persistence { timeout_s, mask });
             }
             "mask" => {
                 let mask = words.next().unwrap();
@@ -175,7 +179,7 @@ fn virtual_server(line: &str) -> VirtualServer {
                     Ok(mask) => u8::try_from(mask.to_bits().count_ones()).unwrap(),
                     Err(_) => mask.parse().unwrap(),
                 };
-                server.persistence.as_mut().unwrap().prefix = prefix;
+                server.persistence.as_mut().unwrap().mask = PersistenceMask::Prefix(prefix);
             }
             "pe" => server.persistence_engine = Some((*words.next().unwrap()).to_owned()),
             "ops" => server.one_packet = true,
@@ -369,6 +373,111 @@ fn a_table_with_traffic() {
         },
     );
     check_all(&["11-"], &table);
+}
+
+/// What a capture's command prints of these rows of `/proc/net/ip_vs_conn`.
+fn printed(name: &str, rows: &str) -> String {
+    let services = Names::parse(SERVICES);
+    let Ok(Command::Connections { engines, numeric }) = parse(&file(name).command, &services)
+    else {
+        panic!("{name}")
+    };
+    let mut out = Vec::new();
+    let names = (!numeric).then_some(&services);
+    connections(rows.as_bytes(), engines, names, &mut out).unwrap();
+    String::from_utf8(out).unwrap()
+}
+
+#[test]
+fn connections_of_all_kinds() {
+    let rows = file("30-conn-proc.txt").stdout;
+    // Taken a second apart: what is left of the time differs.
+    let timeless = |text: &str| {
+        let line = |line: &str| match line.split_whitespace().nth(1) {
+            Some(time) if time.contains(':') => line.replacen(time, "", 1),
+            _ => line.to_owned(),
+        };
+        text.lines().map(line).collect::<Vec<_>>()
+    };
+    for name in [
+        "30-conn-Lc.txt",
+        "30-conn-Lnc.txt",
+        "30-conn-Lnc-persistent-conn.txt",
+    ] {
+        let expected = timeless(&file(name).stdout);
+        assert_eq!(timeless(&printed(name, &rows)), expected, "{name}");
+    }
+    let none: String = rows.lines().take(1).collect();
+    assert_eq!(
+        printed("31-Lnc-empty.txt", &none),
+        file("31-Lnc-empty.txt").stdout
+    );
+}
+
+#[test]
+fn rare_connections() {
+    let title = "Pro FromIP   FPrt ToIP     TPrt DestIP   DPrt State       Expires PEName PEData\n";
+    let rows = "AH  C0A80001 0000 C0A80002 0000 C0A80003 0000 NONE              0\n\
+        TCP fd00:0000:0000:0000:0000:0000:0000:0001 FFFF 0000:0000:0000:0000:0000:0000:0000:0064 0000 0A000001 0050 FIN_WAIT     360000 sip a@b\n\
+        IP_250 C0A80001 0000 C0A80002 0000 C0A80003 0000 A_STATE_OF_16_LE 59\n";
+    let listed = printed("30-conn-Lnc-persistent-conn.txt", &format!("{title}{rows}"));
+    let expected = [
+        "AH  00:00  NONE        192.168.0.1:0      192.168.0.2:0      192.168.0.3:0",
+        "TCP 6000:00 FIN_WAIT    [fd00::1]:65535    [::64]:0           10.0.0.1:80      sip                a@b",
+        "IP_250 00:59  A_STATE_OF_16_LE 192.168.0.1:0      192.168.0.2:0      192.168.0.3:0",
+    ];
+    assert_eq!(listed.lines().skip(2).collect::<Vec<_>>(), expected);
+    for row in [
+        "TCP",
+        "TCP C0A80001 0000 C0A80002 0000 C0A80003 0000 NONE x",
+        "\n",
+    ] {
+        let rows = format!("{title}{row}\n");
+        let outcome = connections(rows.as_bytes(), false, None, Vec::new());
+        let kind = outcome.map_err(|error| error.kind());
+        assert_eq!(kind, Err(std::io::ErrorKind::InvalidData), "{row}");
+    }
+}
+
+#[test]
+fn timeouts_and_daemons() {
+    let [tcp, tcp_fin, udp] = [900, 120, 30].map(std::time::Duration::from_secs);
+    let listed = timeouts(&Timeouts { tcp, tcp_fin, udp });
+    assert_eq!(listed, file("32-timeout.txt").stdout);
+    let backup = SyncDaemon {
+        role: SyncRole::Backup,
+        interface: "eth1".to_owned(),
+        id: 9,
+        longest_message: Some(1400),
+        group: Some([224, 0, 0, 99].into()),
+        port: Some(8849),
+        ttl: Some(2),
+    };
+    let master = SyncDaemon {
+        role: SyncRole::Master,
+        id: 7,
+        longest_message: Some(1472),
+        group: Some([224, 0, 0, 81].into()),
+        port: Some(8848),
+        ttl: Some(1),
+        ..backup.clone()
+    };
+    assert_eq!(
+        daemons(&[backup, master.clone()]),
+        file("33-daemon.txt").stdout
+    );
+    let old = SyncDaemon {
+        longest_message: None,
+        group: None,
+        port: None,
+        ttl: None,
+        ..master
+    };
+    assert_eq!(
+        daemons(&[old]),
+        "master sync daemon (mcast=eth1, syncid=7)\n"
+    );
+    assert_eq!(daemons(&[]), "");
 }
 
 #[test]

@@ -8,8 +8,8 @@ use ipvs_proxy_netlink::{
 
 use crate::codec;
 use crate::types::{
-    Info, RealServer, RealServerEntry, RealServerKey, Scheduler, Timeouts, VirtualServer,
-    VirtualServerEntry, VirtualServerKey,
+    Info, RealServer, RealServerEntry, RealServerKey, Scheduler, SyncDaemon, Timeouts,
+    VirtualServer, VirtualServerEntry, VirtualServerKey,
 };
 
 const EPERM: i32 = 1; // <asm-generic/errno-base.h>
@@ -341,6 +341,13 @@ impl Client {
     pub fn set_timeouts(&mut self, timeouts: &Timeouts) -> Result<(), Error> {
         let ask = |family| codec::set_timeouts(family, timeouts);
         self.command(ask, &format!("set timeouts to {timeouts:?}"))
+    }
+
+    /// The synchronization daemons that run in the network namespace, of each role one at most.
+    pub fn sync_daemons(&mut self) -> Result<Vec<SyncDaemon>, Error> {
+        let what = "list synchronization daemons";
+        let answers = self.ask(codec::get_sync_daemons, Socket::dump, what)?;
+        decode_all(&answers, what, codec::sync_daemon)
     }
 
     /// IPVS's version and the size of its connection table.

@@ -16,9 +16,9 @@ use ipvs_proxy_netlink::{
 
 use crate::client::Request;
 use crate::types::{
-    Forwarding, Info, Persistence, RealServer, RealServerEntry, RealServerKey, Scheduler,
-    SchedulerFlags, Stats, Timeouts, Tunnel, TunnelChecksum, VirtualServer, VirtualServerEntry,
-    VirtualServerKey,
+    Forwarding, Info, Persistence, PersistenceMask, RealServer, RealServerEntry, RealServerKey,
+    Scheduler, SchedulerFlags, Stats, SyncDaemon, SyncRole, Timeouts, Tunnel, TunnelChecksum,
+    VirtualServer, VirtualServerEntry, VirtualServerKey,
 };
 
 /// The name of the generic netlink family.
@@ -34,6 +34,7 @@ const IPVS_CMD_NEW_DEST: u8 = 5; // <linux/ip_vs.h>
 const IPVS_CMD_SET_DEST: u8 = 6; // <linux/ip_vs.h>
 const IPVS_CMD_DEL_DEST: u8 = 7; // <linux/ip_vs.h>
 const IPVS_CMD_GET_DEST: u8 = 8; // <linux/ip_vs.h>
+const IPVS_CMD_GET_DAEMON: u8 = 11; // <linux/ip_vs.h>
 const IPVS_CMD_SET_CONFIG: u8 = 12; // <linux/ip_vs.h>
 const IPVS_CMD_GET_CONFIG: u8 = 13; // <linux/ip_vs.h>
 const IPVS_CMD_GET_INFO: u8 = 15; // <linux/ip_vs.h>
@@ -42,6 +43,7 @@ const IPVS_CMD_FLUSH: u8 = 17; // <linux/ip_vs.h>
 
 const IPVS_CMD_ATTR_SERVICE: u16 = 1; // <linux/ip_vs.h>
 const IPVS_CMD_ATTR_DEST: u16 = 2; // <linux/ip_vs.h>
+const IPVS_CMD_ATTR_DAEMON: u16 = 3; // <linux/ip_vs.h>
 const IPVS_CMD_ATTR_TIMEOUT_TCP: u16 = 4; // <linux/ip_vs.h>
 const IPVS_CMD_ATTR_TIMEOUT_TCP_FIN: u16 = 5; // <linux/ip_vs.h>
 const IPVS_CMD_ATTR_TIMEOUT_UDP: u16 = 6; // <linux/ip_vs.h>
@@ -74,6 +76,18 @@ const IPVS_DEST_ATTR_STATS64: u16 = 12; // <linux/ip_vs.h>
 const IPVS_DEST_ATTR_TUN_TYPE: u16 = 13; // <linux/ip_vs.h>
 const IPVS_DEST_ATTR_TUN_PORT: u16 = 14; // <linux/ip_vs.h>
 const IPVS_DEST_ATTR_TUN_FLAGS: u16 = 15; // <linux/ip_vs.h>
+
+const IPVS_DAEMON_ATTR_STATE: u16 = 1; // <linux/ip_vs.h>
+const IPVS_DAEMON_ATTR_MCAST_IFN: u16 = 2; // <linux/ip_vs.h>
+const IPVS_DAEMON_ATTR_SYNC_ID: u16 = 3; // <linux/ip_vs.h>
+const IPVS_DAEMON_ATTR_SYNC_MAXLEN: u16 = 4; // <linux/ip_vs.h>
+const IPVS_DAEMON_ATTR_MCAST_GROUP: u16 = 5; // <linux/ip_vs.h>
+const IPVS_DAEMON_ATTR_MCAST_GROUP6: u16 = 6; // <linux/ip_vs.h>
+const IPVS_DAEMON_ATTR_MCAST_PORT: u16 = 7; // <linux/ip_vs.h>
+const IPVS_DAEMON_ATTR_MCAST_TTL: u16 = 8; // <linux/ip_vs.h>
+
+const IP_VS_STATE_MASTER: u32 = 1; // <linux/ip_vs.h>
+const IP_VS_STATE_BACKUP: u32 = 2; // <linux/ip_vs.h>
 
 const IPVS_STATS_ATTR_CONNS: u16 = 1; // <linux/ip_vs.h>
 const IPVS_STATS_ATTR_INPKTS: u16 = 2; // <linux/ip_vs.h>
@@ -115,7 +129,7 @@ pub enum Unsendable {
     /// Firewall mark 0 stands for "no mark": the kernel would take it for TCP to 0.0.0.0 port 0.
     #[error("a firewall mark can't be 0")]
     MarkZero,
-    /// A persistence prefix is longer than an address of the family, or, for IPv6, 0.
+    /// A persistence prefix is longer than an address of the family, or, for IPv6, 0 or no prefix.
     #[error("the persistence prefix is out of range")]
     Prefix,
     /// A persistence engine's name is empty, or longer than the 15 bytes that the kernel takes
@@ -242,6 +256,11 @@ pub fn set_timeouts(family: u16, timeouts: &Timeouts) -> Result<Message, Unsenda
     })
 }
 
+/// The dump that asks for the synchronization daemons.
+pub fn get_sync_daemons(family: u16) -> Result<Message, Unsendable> {
+    message(family, IPVS_CMD_GET_DAEMON, |_| Ok(()))
+}
+
 /// The message that asks for IPVS's version and the size of its connection table.
 pub fn get_info(family: u16) -> Result<Message, Unsendable> {
     message(family, IPVS_CMD_GET_INFO, |_| Ok(()))
@@ -288,10 +307,9 @@ fn write_virtual_server(a: &mut Attributes, server: &VirtualServer) -> Result<()
     let family = server.key.family();
     // Without persistence the netmask is that of a host, as ipvsadm sends it; for IPv6 the kernel
     // refuses 0.
-    let prefix = server
-        .persistence
-        .map_or(family.host_prefix(), |p| p.prefix);
-    let netmask = netmask(family, prefix).ok_or(Unsendable::Prefix)?;
+    let every_client = PersistenceMask::Prefix(family.host_prefix());
+    let mask = server.persistence.map_or(every_client, |p| p.mask);
+    let netmask = netmask(family, mask).ok_or(Unsendable::Prefix)?;
     if let Some(name) = &server.persistence_engine
         && !(1..=15).contains(&name.len())
     {
@@ -328,15 +346,17 @@ fn flags(server: &VirtualServer) -> u32 {
 
 /// One field with two forms: an IPv4 netmask as an address, an IPv6 prefix length as a number
 /// (`ip_vs_add_service` of net/netfilter/ipvs/ip_vs_ctl.c).
-fn netmask(family: Family, prefix: u8) -> Option<[u8; 4]> {
-    match family {
-        Family::V4 => {
+fn netmask(family: Family, mask: PersistenceMask) -> Option<[u8; 4]> {
+    match (family, mask) {
+        (Family::V4, PersistenceMask::Prefix(prefix)) => {
             let host_bits = 32u32.checked_sub(prefix.into())?;
             Some(u32::MAX.checked_shl(host_bits).unwrap_or(0).to_be_bytes())
         }
-        Family::V6 => (1..=128)
+        (Family::V4, PersistenceMask::Scattered(mask)) => Some(mask.octets()),
+        (Family::V6, PersistenceMask::Prefix(prefix)) => (1..=128)
             .contains(&prefix)
             .then(|| u32::from(prefix).to_ne_bytes()),
+        (Family::V6, PersistenceMask::Scattered(_)) => None,
     }
 }
 
@@ -439,7 +459,7 @@ pub fn virtual_server(payload: &[u8]) -> Result<VirtualServerEntry, NetlinkError
     } else {
         Some(Persistence {
             timeout_s: find(&a, IPVS_SVC_ATTR_TIMEOUT)?.u32()?,
-            prefix: prefix(family, find(&a, IPVS_SVC_ATTR_NETMASK)?)?,
+            mask: mask(family, find(&a, IPVS_SVC_ATTR_NETMASK)?)?,
         })
     };
     let engine = optional(&a, IPVS_SVC_ATTR_PE_NAME)
@@ -506,14 +526,21 @@ fn address(family: Family, attribute: Attribute<'_>) -> Result<IpAddr, NetlinkEr
     read.ok_or(NetlinkError::Decode("address cut short"))
 }
 
-fn prefix(family: Family, netmask: Attribute<'_>) -> Result<u8, NetlinkError> {
+fn mask(family: Family, netmask: Attribute<'_>) -> Result<PersistenceMask, NetlinkError> {
     let prefix = match family {
-        Family::V4 => netmask.u32_be()?.leading_ones(),
+        Family::V4 => {
+            let mask = netmask.u32_be()?;
+            if mask.leading_ones() != mask.count_ones() {
+                return Ok(PersistenceMask::Scattered(mask.into()));
+            }
+            mask.leading_ones()
+        }
         Family::V6 => netmask.u32()?,
     };
     u8::try_from(prefix)
         .ok()
         .filter(|prefix| *prefix <= family.host_prefix())
+        .map(PersistenceMask::Prefix)
         .ok_or(NetlinkError::Decode("prefix out of range"))
 }
 
@@ -622,6 +649,36 @@ pub fn timeouts(payload: &[u8]) -> Result<Timeouts, NetlinkError> {
         tcp: time(IPVS_CMD_ATTR_TIMEOUT_TCP)?,
         tcp_fin: time(IPVS_CMD_ATTR_TIMEOUT_TCP_FIN)?,
         udp: time(IPVS_CMD_ATTR_TIMEOUT_UDP)?,
+    })
+}
+
+/// The synchronization daemon in an answer (`ip_vs_genl_fill_daemon` of
+/// net/netfilter/ipvs/ip_vs_ctl.c).
+pub fn sync_daemon(payload: &[u8]) -> Result<SyncDaemon, NetlinkError> {
+    let a = body_of(payload, IPVS_CMD_ATTR_DAEMON)?;
+    let role = match find(&a, IPVS_DAEMON_ATTR_STATE)?.u32()? {
+        IP_VS_STATE_MASTER => SyncRole::Master,
+        IP_VS_STATE_BACKUP => SyncRole::Backup,
+        _ => return Err(NetlinkError::Decode("unknown state of a sync daemon")),
+    };
+    let group = match (
+        optional(&a, IPVS_DAEMON_ATTR_MCAST_GROUP),
+        optional(&a, IPVS_DAEMON_ATTR_MCAST_GROUP6),
+    ) {
+        (Some(group), _) => Some(address(Family::V4, group)?),
+        (None, Some(group)) => Some(address(Family::V6, group)?),
+        (None, None) => None,
+    };
+    let number = |kind| optional(&a, kind).map(|a| a.u16()).transpose();
+    let ttl = optional(&a, IPVS_DAEMON_ATTR_MCAST_TTL);
+    Ok(SyncDaemon {
+        role,
+        interface: find(&a, IPVS_DAEMON_ATTR_MCAST_IFN)?.str()?.to_owned(),
+        id: find(&a, IPVS_DAEMON_ATTR_SYNC_ID)?.u32()?,
+        longest_message: number(IPVS_DAEMON_ATTR_SYNC_MAXLEN)?,
+        group,
+        port: number(IPVS_DAEMON_ATTR_MCAST_PORT)?,
+        ttl: ttl.map(|a| a.u8()).transpose()?,
     })
 }
 

@@ -1,6 +1,6 @@
 //! A client for IPVS, the load balancer in the Linux kernel, over generic netlink.
 //!
-//! It speaks the whole of what `ipvsadm` configures but the synchronization daemons: virtual
+//! It speaks the whole of what `ipvsadm` configures, but only lists the synchronization daemons: virtual
 //! servers by address or firewall mark with every scheduler, flag and form of persistence, real
 //! servers with every forwarding method, tunnel and threshold, counters and timeouts.
 //!

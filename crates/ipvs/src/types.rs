@@ -1,7 +1,7 @@
 //! What IPVS holds: virtual servers and their real servers, as plain values.
 
 use std::fmt;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -81,9 +81,17 @@ pub struct VirtualServer {
 pub struct Persistence {
     /// How long a client without connections stays with its real server, in seconds.
     pub timeout_s: u32,
-    /// How many leading bits of the client's address count as one client: 32 or 128 for each
-    /// address on its own.
-    pub prefix: u8,
+    /// Which bits of the client's address tell clients apart.
+    pub mask: PersistenceMask,
+}
+
+/// Which bits of a client's address tell clients apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PersistenceMask {
+    /// The leading ones, this many: 32 or 128 for each address on its own.
+    Prefix(u8),
+    /// Those of an IPv4 mask that is no prefix (255.0.255.0).
+    Scattered(Ipv4Addr),
 }
 
 /// The three flags that a scheduler may read, `IP_VS_SVC_F_SCHED1` to `IP_VS_SVC_F_SCHED3`.
@@ -378,6 +386,35 @@ pub struct Timeouts {
     pub tcp_fin: Duration,
     /// A flow of UDP datagrams.
     pub udp: Duration,
+}
+
+/// A daemon that sends connections to other hosts, or receives them from others, `struct ip_vs_daemon_user` of
+/// `<linux/ip_vs.h>`. Kernels before 4.3 tell no more than the first three.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SyncDaemon {
+    /// What it does.
+    pub role: SyncRole,
+    /// The name of the link whose multicast it uses.
+    pub interface: String,
+    /// What tells its messages from others in the group.
+    pub id: u32,
+    /// The most bytes that a message has.
+    pub longest_message: Option<u16>,
+    /// The multicast group.
+    pub group: Option<IpAddr>,
+    /// The UDP port.
+    pub port: Option<u16>,
+    /// The time to live of its packets.
+    pub ttl: Option<u8>,
+}
+
+/// What a synchronization daemon does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum SyncRole {
+    /// `IP_VS_STATE_MASTER`: it sends.
+    Master,
+    /// `IP_VS_STATE_BACKUP`: it receives.
+    Backup,
 }
 
 /// What IPVS says about itself, `struct ip_vs_getinfo` of `<linux/ip_vs.h>`.

@@ -11,9 +11,9 @@ use std::time::Duration;
 
 use ipvs_netlink::codec::{self, Unsendable};
 use ipvs_netlink::{
-    Forwarding, Info, Persistence, RealServer, RealServerEntry, RealServerKey, Request, Scheduler,
-    SchedulerFlags, Stats, Timeouts, Tunnel, TunnelChecksum, VirtualServer, VirtualServerEntry,
-    VirtualServerKey,
+    Forwarding, Info, Persistence, PersistenceMask, RealServer, RealServerEntry, RealServerKey,
+    Request, Scheduler, SchedulerFlags, Stats, SyncDaemon, SyncRole, Timeouts, Tunnel,
+    TunnelChecksum, VirtualServer, VirtualServerEntry, VirtualServerKey,
 };
 use ipvs_proxy_netlink::{Error as NetlinkError, Family, Protocol};
 use neli::genl::{AttrTypeBuilder, Genlmsghdr, GenlmsghdrBuilder, Nlattr, NlattrBuilder};
@@ -50,7 +50,7 @@ fn sip_server() -> VirtualServer {
         scheduler_flags: SchedulerFlags::PORT,
         persistence: Some(Persistence {
             timeout_s: 60,
-            prefix: 24,
+            mask: PersistenceMask::Prefix(24),
         }),
         one_packet: false,
         persistence_engine: Some("sip".to_owned()),
@@ -80,7 +80,7 @@ fn mark_server() -> VirtualServer {
         },
         persistence: Some(Persistence {
             timeout_s: 300,
-            prefix: 64,
+            mask: PersistenceMask::Prefix(64),
         }),
         ..v6_server()
     }
@@ -207,6 +207,7 @@ fn questions_and_commands_are_short() {
             format!("08010000 {of}"),
         ),
         (codec::get_timeouts(FAMILY), "0d010000".to_owned()),
+        (codec::get_sync_daemons(FAMILY), "0b010000".to_owned()),
         (codec::get_info(FAMILY), "0f010000".to_owned()),
         (codec::zero(FAMILY, None), "10010000".to_owned()),
         (codec::zero(FAMILY, Some(&key)), format!("10010000 {of}")),
@@ -327,12 +328,67 @@ fn the_kernels_timeouts_and_version_are_read() {
     assert_eq!(codec::info(&answer), Ok(expected));
 }
 
+/// Of Linux 6.1 and, with nothing behind the id, of those before 4.3.
+#[test]
+fn synchronization_daemons_are_read() {
+    let start = "08000100 02000000 09000200 6574683100000000 08000300 09000000";
+    let group = "08000500 e0000063";
+    let group6 = "14000600 ff020000000000000000000000000099";
+    let end = "06000400 78050000 06000700 91220000 05000800 02000000";
+    let answer = |attributes: &[&str]| {
+        let attributes = hex(&attributes.concat());
+        let length = u16::try_from(attributes.len() + 4).unwrap().to_le_bytes();
+        let nested = [&length[..], &[3, 0x80], &attributes].concat();
+        codec::sync_daemon(&[hex("09010000"), nested].concat()).unwrap()
+    };
+    let expected = SyncDaemon {
+        role: SyncRole::Backup,
+        interface: "eth1".to_owned(),
+        id: 9,
+        longest_message: Some(1400),
+        group: Some(ip("224.0.0.99")),
+        port: Some(8849),
+        ttl: Some(2),
+    };
+    assert_eq!(answer(&[start, group, end]), expected);
+    let v6 = SyncDaemon {
+        group: Some(ip("ff02::99")),
+        ..expected.clone()
+    };
+    assert_eq!(answer(&[start, group6, end]), v6);
+    let old = SyncDaemon {
+        longest_message: None,
+        group: None,
+        port: None,
+        ttl: None,
+        ..expected
+    };
+    assert_eq!(answer(&[start]), old);
+}
+
+#[test]
+fn a_mask_that_is_no_prefix_stays_as_it_is() {
+    let scattered = |server: VirtualServer| VirtualServer {
+        persistence: Some(Persistence {
+            timeout_s: 60,
+            mask: PersistenceMask::Scattered([255, 0, 255, 0].into()),
+        }),
+        ..server
+    };
+    let server = scattered(sip_server());
+    let bytes = encode(&Request::AddVirtualServer(&server));
+    assert_eq!(bytes, hex(&ADD_SIP.replace("ffffff00", "ff00ff00")));
+    assert_eq!(codec::virtual_server(&bytes).unwrap().server, server);
+    let refused = codec::change(FAMILY, &Request::AddVirtualServer(&scattered(v6_server())));
+    assert_eq!(refused.unwrap_err(), Unsendable::Prefix);
+}
+
 #[test]
 fn what_has_no_form_on_the_wire_is_not_sent() {
     let prefix = |family: VirtualServer, prefix| VirtualServer {
         persistence: Some(Persistence {
             timeout_s: 1,
-            prefix,
+            mask: PersistenceMask::Prefix(prefix),
         }),
         ..family
     };
@@ -487,15 +543,17 @@ fn server_pairs(server: &VirtualServer, extra_flags: u32) -> Vec<(u16, Vec<u8>)>
     if server.one_packet {
         flags |= 4;
     }
-    let (mut timeout, mut prefix) = (0, server.key.family().host_prefix());
+    let every_client = PersistenceMask::Prefix(server.key.family().host_prefix());
+    let (mut timeout, mut mask) = (0, every_client);
     if let Some(persistence) = server.persistence {
         flags |= 1;
         timeout = persistence.timeout_s;
-        prefix = persistence.prefix;
+        mask = persistence.mask;
     }
-    let netmask = match server.key.family() {
-        Family::V4 => ipv4_netmask(prefix),
-        Family::V6 => u32::from(prefix).to_ne_bytes(),
+    let netmask = match (server.key.family(), mask) {
+        (Family::V4, PersistenceMask::Prefix(prefix)) => ipv4_netmask(prefix),
+        (Family::V6, PersistenceMask::Prefix(prefix)) => u32::from(prefix).to_ne_bytes(),
+        (_, PersistenceMask::Scattered(mask)) => mask.octets(),
     };
     let mut pairs = key_pairs(server.key);
     pairs.push((6, with_nul(server.scheduler.name())));
@@ -613,19 +671,24 @@ fn scheduler() -> impl Strategy<Value = Scheduler> {
 
 fn virtual_server() -> impl Strategy<Value = VirtualServer> {
     key().prop_flat_map(|key| {
-        let prefixes = match key.family() {
-            Family::V4 => 0..=32u8,
-            Family::V6 => 1..=128,
+        let masks = match key.family() {
+            Family::V4 => prop_oneof![
+                (0..=32u8).prop_map(PersistenceMask::Prefix),
+                any::<u32>()
+                    .prop_filter("a prefix", |bits| bits.leading_ones() != bits.count_ones())
+                    .prop_map(|bits| PersistenceMask::Scattered(bits.into())),
+            ]
+            .boxed(),
+            Family::V6 => (1..=128u8).prop_map(PersistenceMask::Prefix).boxed(),
         };
-        let persistence = prop::option::of((any::<u32>(), prefixes));
+        let persistence = prop::option::of((any::<u32>(), masks));
         let engine = prop::option::of("[a-z]{1,15}");
         (scheduler(), 0..8u8, persistence, any::<bool>(), engine).prop_map(
             move |(scheduler, flags, persistence, one_packet, persistence_engine)| VirtualServer {
                 key,
                 scheduler,
                 scheduler_flags: SchedulerFlags::from_bits(flags),
-                persistence: persistence
-                    .map(|(timeout_s, prefix)| Persistence { timeout_s, prefix }),
+                persistence: persistence.map(|(timeout_s, mask)| Persistence { timeout_s, mask }),
                 one_packet,
                 persistence_engine,
             },
@@ -673,6 +736,7 @@ fn decode_all(bytes: &[u8]) {
     drop(codec::real_server(bytes, Family::V4));
     drop(codec::real_server(bytes, Family::V6));
     drop(codec::timeouts(bytes));
+    drop(codec::sync_daemon(bytes));
     drop(codec::info(bytes));
 }
 

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use ipnet::IpNet;
 use ipset_rs::Entry;
 use ipvs_netlink::{
-    Persistence, RealServerKey, Scheduler, SchedulerFlags, VirtualServer, VirtualServerKey,
+    Persistence, PersistenceMask, RealServerKey, Scheduler, SchedulerFlags, VirtualServer,
+    VirtualServerKey,
 };
 use ipvs_proxy_netlink::{Family, Protocol};
 
@@ -363,7 +364,7 @@ impl Plan<'_> {
                 .affinity_timeout_s
                 .map(|timeout_s| Persistence {
                     timeout_s,
-                    prefix: Family::of(address).host_prefix(),
+                    mask: PersistenceMask::Prefix(Family::of(address).host_prefix()),
                 }),
             one_packet: false,
             persistence_engine: None,

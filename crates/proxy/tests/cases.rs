@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{World, ip, rs, service, slice, vs};
-use ipvs_netlink::{Persistence, Scheduler};
+use ipvs_netlink::{Persistence, PersistenceMask, Scheduler};
 use ipvs_proxy_core::model::{Change, NodePortAddresses};
 use ipvs_proxy_core::op::FailureKind;
 use ipvs_proxy_core::plan::Config;
@@ -929,7 +929,7 @@ fn primitives() -> Vec<Row> {
             let mut other_scheduler = as_wanted.clone();
             Arc::make_mut(&mut other_scheduler).scheduler = Scheduler::WeightedLeastConnection;
             let mut persistent = as_wanted;
-            Arc::make_mut(&mut persistent).persistence = Some(Persistence { timeout_s: 60, prefix: 32 });
+            Arc::make_mut(&mut persistent).persistence = Some(Persistence { timeout_s: 60, mask: PersistenceMask::Prefix(32) });
             for found in [other_scheduler, persistent] {
                 let mut w = two_endpoints("tcp");
                 w.kernel.state.insert(key, Value::VirtualServer(found));

@@ -37,7 +37,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use ipset_rs::Entry;
-use ipvs_netlink::{Persistence, Scheduler};
+use ipvs_netlink::{Persistence, PersistenceMask, Scheduler};
 use ipvs_proxy_core::memory::faults::Fault;
 use ipvs_proxy_core::model::{Change, DrainTimeout, Endpoint, Service};
 use ipvs_proxy_core::op::{Dataplane, FailureKind, Op};
@@ -453,7 +453,7 @@ const DAMAGE: [Damage; 10] = [
         if let Some(Value::VirtualServer(server)) = server {
             std::sync::Arc::make_mut(server).persistence = Some(Persistence {
                 timeout_s: 360,
-                prefix: 32,
+                mask: PersistenceMask::Prefix(32),
             });
         }
     }),

@@ -32,7 +32,7 @@ mod world;
 
 use std::time::{Duration, Instant};
 
-use ipvs_netlink::{Scheduler, VirtualServerKey};
+use ipvs_netlink::{PersistenceMask, Scheduler, VirtualServerKey};
 use ipvs_proxy_core::model::{Change, DrainTimeout, Endpoint, Service, Slice};
 use ipvs_proxy_core::op::Op;
 use ipvs_proxy_core::plan::Config;
@@ -1517,13 +1517,14 @@ mod d {
                 let Op::Update(Key::VirtualServer(key), Value::VirtualServer(server)) = op else {
                     panic!("{op:?}");
                 };
-                let persistence = server.persistence.map(|p| (p.timeout_s, p.prefix));
+                let persistence = server.persistence.map(|p| (p.timeout_s, p.mask));
                 let prefix = if key.to_string().starts_with('[') {
                     128
                 } else {
                     32
                 };
-                assert_eq!(persistence, timeout_s.map(|timeout_s| (timeout_s, prefix)));
+                let mask = PersistenceMask::Prefix(prefix);
+                assert_eq!(persistence, timeout_s.map(|timeout_s| (timeout_s, mask)));
             }
             assert_eq!(words(&world.settle()), NOTHING);
         }

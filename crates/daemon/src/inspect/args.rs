@@ -1,18 +1,30 @@
 //! ipvsadm's command line: `parse_options`, `generic_opt_check` and `process_options` of
 //! `ipvsadm.c` 1.31, on top of popt(3).
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipvs_netlink::VirtualServerKey;
 use ipvs_proxy_netlink::{Family, Protocol};
 
 use super::Names;
+use super::names::look_up;
 
 /// What a command line asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Command {
     /// `-L`, or no arguments at all.
     List(ListOptions),
+    /// `-L -c`.
+    Connections {
+        /// `--persistent-conn`: with what a persistence engine keeps.
+        engines: bool,
+        /// `-n`: no names.
+        numeric: bool,
+    },
+    /// `-L --timeout`.
+    Timeouts,
+    /// `-L --daemon`.
+    Daemons,
     /// `-S`.
     Save {
         /// `-n`: no names.
@@ -314,8 +326,8 @@ impl Opt {
 ///
 /// # Errors
 ///
-/// What `ipvsadm` writes and exits with when the arguments are wrong. Commands and listings that
-/// are not here, though ipvsadm has them, are refused by name, with exit code 2.
+/// What `ipvsadm` writes and exits with when the arguments are wrong. Commands that change something are refused by name,
+/// with exit code 2.
 pub fn parse(args: &[String], names: &Names) -> Result<Command, UsageError> {
     if args.is_empty() {
         return list(&[], None);
@@ -336,11 +348,10 @@ pub fn parse(args: &[String], names: &Names) -> Result<Command, UsageError> {
         Verb::Help => return Ok(Command::Help),
         Verb::Version => return Ok(Command::Version),
         Verb::Change(name) => {
-            let text = format!(
-                "the '{name}' command is not supported: this ipvsadm only reads; \
-                 use the real ipvsadm"
-            );
-            return wrong(text);
+            return wrong(format!(
+                "the '{name}' command is refused: this ipvsadm only lists; {}",
+                instead(name)
+            ));
         }
         Verb::List | Verb::Save => {}
     }
@@ -357,6 +368,20 @@ pub fn parse(args: &[String], names: &Names) -> Result<Command, UsageError> {
         });
     }
     list(&options, service)
+}
+
+/// What to use instead of a command that changes something.
+fn instead(command: &str) -> &'static str {
+    match command {
+        "set" => {
+            "set timeouts with the flags --ipvs-tcp-timeout, --ipvs-tcpfin-timeout and --ipvs-udp-timeout of ipvs-proxy"
+        }
+        "zero" | "start-daemon" | "stop-daemon" => "use the original ipvsadm",
+        _ => {
+            "change the Service, since ipvs-proxy undoes other changes to its virtual servers; \
+             for those of others use the original ipvsadm"
+        }
+    }
 }
 
 /// What stands behind the command: the options, in the order of their checks, and the service.
@@ -419,13 +444,17 @@ fn list(options: &[Opt], service: Option<VirtualServerKey>) -> Refused<Command> 
             first.name()
         ));
     }
-    let absent = [Opt::Connection, Opt::Timeout, Opt::Daemon];
-    if let Some(option) = options.iter().find(|option| absent.contains(option)) {
-        let text = format!(
-            "the '{}' option of the 'list' command is not supported: use the real ipvsadm",
-            option.name()
-        );
-        return wrong(text);
+    if has(Opt::Connection) {
+        return Ok(Command::Connections {
+            engines: has(Opt::PersistentConn),
+            numeric: has(Opt::Numeric),
+        });
+    }
+    if has(Opt::Timeout) {
+        return Ok(Command::Timeouts);
+    }
+    if has(Opt::Daemon) {
+        return Ok(Command::Daemons);
     }
     let view = |option: &Opt| match option {
         Opt::Stats => View::Stats,
@@ -578,8 +607,11 @@ fn address_and_port(text: &str, protocol: Protocol, names: &Names) -> Option<(Ip
     };
     if let Some(rest) = text.strip_prefix('[') {
         let (address, port_text) = rest.split_once("]:")?;
-        let address: Ipv6Addr = address.parse().ok()?;
-        return Some((address.into(), port(port_text)?));
+        return match address.parse::<Ipv6Addr>() {
+            Ok(address) => Some((address.into(), port(port_text)?)),
+            // What is no IPv6 address loses its port there.
+            Err(_) => Some((ipv4(address)?.into(), 0)),
+        };
     }
     if let Ok(address) = text.parse::<Ipv6Addr>() {
         return Some((address.into(), 0));
@@ -588,33 +620,34 @@ fn address_and_port(text: &str, protocol: Protocol, names: &Names) -> Option<(Ip
         Some((host, port_text)) => (host, port(port_text)?),
         None => (text, 0),
     };
+    // A number alone is taken for a port, which is no address.
+    if number(text).is_some() {
+        return None;
+    }
     Some((ipv4(host)?.into(), port))
 }
 
-/// Dotted octets, of which those with a leading zero are octal (`inet_aton(3)`), or a name.
+/// Up to four numbers with dots between, of which the last one stands for all bytes that are left and those with a leading
+/// zero are octal (`inet_aton(3)`), or a name.
 fn ipv4(host: &str) -> Option<Ipv4Addr> {
-    if !host.is_empty() && host.bytes().all(|b| b.is_ascii_digit() || b == b'.') {
-        let mut octets = [0; 4];
-        let mut parts = host.split('.');
-        for octet in &mut octets {
-            let part = parts.next()?;
-            let radix = if part.len() > 1 && part.starts_with('0') {
-                8
-            } else {
-                10
-            };
-            *octet = u8::from_str_radix(part, radix).ok()?;
-        }
-        return parts.next().is_none().then(|| octets.into());
-    }
     if host.is_empty() {
         return None;
     }
-    let found = (host, 0).to_socket_addrs().ok()?;
-    found.map(|address| address.ip()).find_map(|ip| match ip {
-        IpAddr::V4(ip) => Some(ip),
-        IpAddr::V6(_) => None,
-    })
+    if !host.bytes().all(|b| b.is_ascii_digit() || b == b'.') {
+        return look_up(host);
+    }
+    let mut parts = host.split('.').map(|part| {
+        let octal = part.len() > 1 && part.starts_with('0');
+        u32::from_str_radix(part, if octal { 8 } else { 10 }).ok()
+    });
+    let last = parts.next_back()??;
+    let (mut bits, mut left) = (0_u32, 32_u32);
+    for part in parts {
+        left = left.checked_sub(8).filter(|left| *left > 0)?;
+        bits |= u32::from(u8::try_from(part?).ok()?) << left;
+    }
+    let most = u32::MAX.checked_shr(32 - left)?;
+    (last <= most).then(|| Ipv4Addr::from_bits(bits | last))
 }
 
 /// `strtol(3)` in base 10: blanks and a plus sign before it, nothing behind it.

@@ -4,8 +4,8 @@ use std::fmt::Write;
 use std::net::{IpAddr, Ipv4Addr};
 
 use ipvs_netlink::{
-    Forwarding, RealServer, RealServerEntry, Scheduler, Stats, Tunnel, TunnelChecksum,
-    VirtualServer, VirtualServerKey,
+    Forwarding, PersistenceMask, RealServer, RealServerEntry, Scheduler, Stats, SyncDaemon,
+    SyncRole, Timeouts, Tunnel, TunnelChecksum, VirtualServer, VirtualServerKey,
 };
 use ipvs_proxy_netlink::{Family, Protocol};
 
@@ -113,6 +113,47 @@ pub fn save(table: &[Saved], names: Option<&Names>) -> String {
             }
             out.push('\n');
         }
+    }
+    out
+}
+
+/// `ipvsadm -L --timeout`.
+#[must_use]
+pub fn timeouts(timeouts: &Timeouts) -> String {
+    let [tcp, tcp_fin, udp] =
+        [timeouts.tcp, timeouts.tcp_fin, timeouts.udp].map(|time| time.as_secs());
+    format!("Timeout (tcp tcpfin udp): {tcp} {tcp_fin} {udp}\n")
+}
+
+/// `ipvsadm -L --daemon`.
+#[must_use]
+pub fn daemons(daemons: &[SyncDaemon]) -> String {
+    let mut daemons: Vec<&SyncDaemon> = daemons.iter().collect();
+    daemons.sort_by_key(|daemon| daemon.role);
+    let mut out = String::new();
+    for daemon in daemons {
+        let role = match daemon.role {
+            SyncRole::Master => "master",
+            SyncRole::Backup => "backup",
+        };
+        let (interface, id) = (&daemon.interface, daemon.id);
+        put(
+            &mut out,
+            format_args!("{role} sync daemon (mcast={interface}, syncid={id}"),
+        );
+        if let Some(length) = daemon.longest_message {
+            put(&mut out, format_args!(", maxlen={length}"));
+        }
+        if let Some(group) = daemon.group {
+            put(&mut out, format_args!(", group={}", numeric(group)));
+        }
+        if let Some(port) = daemon.port {
+            put(&mut out, format_args!(", port={port}"));
+        }
+        if let Some(ttl) = daemon.ttl {
+            put(&mut out, format_args!(", ttl={ttl}"));
+        }
+        out.push_str(")\n");
     }
     out
 }
@@ -320,7 +361,7 @@ fn protocol(key: &VirtualServerKey) -> Protocol {
     }
 }
 
-fn address(ip: IpAddr, port: u16, protocol: Protocol, names: Option<&Names>) -> String {
+pub(super) fn address(ip: IpAddr, port: u16, protocol: Protocol, names: Option<&Names>) -> String {
     let host = names
         .and_then(|names| names.host(ip))
         .map_or_else(|| numeric(ip), str::to_owned);
@@ -379,11 +420,12 @@ fn flags(server: &VirtualServer) -> Option<String> {
 
 /// The mask of persistence, unless each address is a client of its own.
 fn mask(server: &VirtualServer) -> Option<String> {
-    let prefix = server.persistence?.prefix;
     let family = server.key.family();
-    if prefix >= family.host_prefix() {
-        return None;
-    }
+    let prefix = match server.persistence?.mask {
+        PersistenceMask::Prefix(prefix) if prefix >= family.host_prefix() => return None,
+        PersistenceMask::Prefix(prefix) => prefix,
+        PersistenceMask::Scattered(mask) => return Some(mask.to_string()),
+    };
     Some(match family {
         Family::V4 => {
             let host_bits = u32::MAX.checked_shr(prefix.into()).unwrap_or(0);

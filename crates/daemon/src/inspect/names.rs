@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::io::Read as _;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use ipvs_proxy_netlink::Protocol;
@@ -15,7 +15,7 @@ const ADDRESSES_A_RUN: usize = 100;
 /// About how many runs there are for many addresses, and how many at once.
 const RUNS: usize = 256;
 const AT_ONCE: usize = 16;
-/// How long all names may take.
+/// How long all names of addresses may take, and how long the address of one name.
 const PATIENCE: Duration = Duration::from_secs(3);
 /// How often it is looked whether a run has ended.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
@@ -134,6 +134,29 @@ impl Names {
             .get(&(name.to_owned(), protocol.to_string()))
             .copied()
     }
+}
+
+/// The first IPv4 address of a name, as the system resolves it, if it does so in time.
+pub(super) fn look_up(host: &str) -> Option<Ipv4Addr> {
+    let host = host.to_owned();
+    let first = |address: std::net::SocketAddr| match address.ip() {
+        IpAddr::V4(address) => Some(address),
+        IpAddr::V6(_) => None,
+    };
+    in_time(PATIENCE, move || {
+        (host, 0).to_socket_addrs().ok()?.find_map(first)
+    })
+    .flatten()
+}
+
+/// What comes of it, unless it takes longer: it goes on by itself then.
+pub(super) fn in_time<T: Send + 'static>(
+    patience: Duration,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (told, answer) = mpsc::channel();
+    std::thread::spawn(move || told.send(body()));
+    answer.recv_timeout(patience).ok()
 }
 
 /// What `getent` says of addresses, if it ends in time.

@@ -1,9 +1,11 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::time::{Duration, Instant};
 
 use ipvs_netlink::*;
 use ipvs_proxy_netlink::{Family, Protocol};
 use proptest::prelude::*;
 
+use super::names::in_time;
 use super::*;
 
 fn parsed(args: &str) -> Result<Command, UsageError> {
@@ -96,6 +98,17 @@ fn services_in_all_spellings() {
     }
     assert_eq!(options("-L -t 10.0.0.012").service, tcp("10.0.0.10", 0));
     assert_eq!(options("-L -t [fd00::1]:80").service, tcp("fd00::1", 80));
+    for (service, address) in [
+        ("80:80", "0.0.0.80"),
+        ("1.2.3:80", "1.2.0.3"),
+        ("1.65535:80", "1.0.255.255"),
+        ("017.1:80", "15.0.0.1"),
+        ("4294967295:80", "255.255.255.255"),
+    ] {
+        let service = options(&format!("-L -t {service}")).service;
+        assert_eq!(service, tcp(address, 80));
+    }
+    assert_eq!(options("-L -t [10.0.0.1]:80").service, tcp("10.0.0.1", 0));
     assert_eq!(options("-L -t fd00::1").service, tcp("fd00::1", 0));
     let Some(VirtualServerKey::Address { protocol, port, .. }) =
         options("-L -u 1.2.3.4:domain").service
@@ -124,8 +137,14 @@ fn wrong_services() {
         "[fd00::1]",
         "[fd00::1:80",
         "[fd00::1]80",
-        "1.2.3:80",
         "1.2.3.4.5:80",
+        "1.2.3.:80",
+        "1..2:80",
+        ".1:80",
+        "08.1.1.1:80",
+        "256.1:80",
+        "1.2.65536:80",
+        "4294967296:80",
         "1.2.3.4:domain",
     ] {
         let expected = (
@@ -206,20 +225,23 @@ fn what_ipvsadm_and_popt_refuse() {
 }
 
 #[test]
-fn what_is_not_here_is_refused_by_name() {
-    for (args, name) in [
-        ("-A -t 10.0.0.1:80", "'add-service' command"),
-        ("-C", "'flush' command"),
-        ("--set 1 2 3", "'set' command"),
-        ("-Z", "'zero' command"),
-        ("--start-daemon master", "'start-daemon' command"),
-        ("-Lc", "'connection' option"),
-        ("-L --timeout", "'timeout' option"),
-        ("-L --daemon", "'daemon' option"),
+fn what_changes_something_is_refused_by_name() {
+    for (args, name, instead) in [
+        ("-A -t 10.0.0.1:80", "add-service", "change the Service"),
+        ("-C", "flush", "change the Service"),
+        ("-R", "restore", "use the original ipvsadm"),
+        ("--set 1 2 3", "set", "--ipvs-tcp-timeout"),
+        ("-Z", "zero", "use the original ipvsadm"),
+        (
+            "--start-daemon master",
+            "start-daemon",
+            "use the original ipvsadm",
+        ),
     ] {
         let (text, exit) = refusal(args);
+        let start = format!("the '{name}' command is refused: this ipvsadm only lists; ");
         assert!(
-            text.contains(name) && text.contains("use the real ipvsadm"),
+            text.starts_with(&start) && text.contains(instead) && !text.contains('\n'),
             "{text}"
         );
         assert_eq!(exit, 2);
@@ -227,9 +249,30 @@ fn what_is_not_here_is_refused_by_name() {
 }
 
 #[test]
+fn a_lookup_that_is_not_answered_ends() {
+    let (told, never) = std::sync::mpsc::channel::<()>();
+    let patience = Duration::from_millis(10);
+    assert_eq!(in_time(patience, move || never.recv()), None);
+    drop(told);
+    assert_eq!(in_time(Duration::from_secs(60), || 1), Some(1));
+}
+
+#[test]
 fn other_commands() {
     assert_eq!(parsed("-S"), Ok(Command::Save { numeric: false }));
     assert_eq!(parsed("-Sn"), Ok(Command::Save { numeric: true }));
+    let connections = |engines, numeric| Ok(Command::Connections { engines, numeric });
+    assert_eq!(parsed("-Lc"), connections(false, false));
+    assert_eq!(
+        parsed("-lnc --exact --nosort --tun-info"),
+        connections(false, true)
+    );
+    assert_eq!(
+        parsed("-L --connection --persistent-conn"),
+        connections(true, false)
+    );
+    assert_eq!(parsed("-Ln --timeout"), Ok(Command::Timeouts));
+    assert_eq!(parsed("-L --daemon"), Ok(Command::Daemons));
     assert_eq!(parsed("-h -n"), Ok(Command::Help));
     assert_eq!(parsed("--version"), Ok(Command::Version));
 }
@@ -330,7 +373,7 @@ fn rare_values() {
     let (mut server, mut reals) = listed("::1.2.3.4", 80, &[("::ffff:1.2.3.4", 1), ("::1", 2)]);
     server.server.persistence = Some(Persistence {
         timeout_s: 9,
-        prefix: 0,
+        mask: PersistenceMask::Prefix(0),
     });
     reals[0].server.forwarding = Forwarding::Local;
     reals[1].server.forwarding = Forwarding::Bypass;
@@ -358,7 +401,7 @@ fn rare_values() {
     for (prefix, mask) in [(0, "0.0.0.0"), (1, "128.0.0.0"), (31, "255.255.255.254")] {
         server.server.persistence = Some(Persistence {
             timeout_s: 9,
-            prefix,
+            mask: PersistenceMask::Prefix(prefix),
         });
         let out = save(&[(server.server.clone(), Vec::new())], None);
         assert_eq!(out, format!("-A -t 10.0.0.1:80 -s rr -p 9 -M {mask}\n"));
@@ -443,7 +486,7 @@ fn any_table() -> impl Strategy<Value = Vec<Listed>> {
             entry.server.scheduler_flags = SchedulerFlags::from_bits(flags);
             entry.server.persistence = prefix.map(|prefix| Persistence {
                 timeout_s: 1,
-                prefix,
+                mask: PersistenceMask::Prefix(prefix),
             });
             let real = |(address, port, weight, number)| {
                 let mut real = listed("10.0.0.1", 1, &[("10.0.0.1", 1)]).1.remove(0);
@@ -488,7 +531,6 @@ proptest! {
 #[test]
 fn names_that_nobody_tells_do_not_hold_up_the_rest() {
     use std::os::unix::fs::PermissionsExt as _;
-    use std::time::{Duration, Instant};
 
     let getent = std::env::temp_dir().join(format!("ipvs-proxy-getent-{}", std::process::id()));
     let script = "#!/bin/sh\n\

@@ -6,7 +6,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use ipset_rs::Entry;
-use ipvs_netlink::{RealServerKey, Scheduler, SchedulerFlags, VirtualServer, VirtualServerKey};
+use ipvs_netlink::{
+    PersistenceMask, RealServerKey, Scheduler, SchedulerFlags, VirtualServer, VirtualServerKey,
+};
 use ipvs_proxy_core::memory::MemoryKernel;
 use ipvs_proxy_core::model::{
     Change, Endpoint, Node, ObjectName, Service, ServicePort, Slice, SlicePort,
@@ -542,7 +544,7 @@ fn title(server: &VirtualServer) -> String {
         };
         // The client's whole address: netmask 255.255.255.255, prefix 128.
         let whole = if address.is_ipv4() { 32 } else { 128 };
-        assert_eq!(persistence.prefix, whole, "{title}");
+        assert_eq!(persistence.mask, PersistenceMask::Prefix(whole), "{title}");
         title += &format!(" (persistent {})", persistence.timeout_s);
     }
     assert!(

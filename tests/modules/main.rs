@@ -94,10 +94,13 @@ fn ipvs_that_was_unloaded_serves_again_when_it_can() {
             .collect();
 
         // By an update of the module.
+        let module = kernel.glance(&ours).unwrap().module;
         node.tool("ipvsadm -C");
         unload_ipvs();
         node.tool("modprobe ip_vs");
-        assert_eq!(kernel.glance(&ours).unwrap().missing.len(), 1);
+        let glance = kernel.glance(&ours).unwrap();
+        assert_eq!(glance.missing.len(), 1);
+        assert_ne!(glance.module, module);
         assert!(done(kernel.apply(&of_ipvs)));
         let read = kernel.read(&State::new()).unwrap();
         assert!(

@@ -12,6 +12,8 @@ pub(crate) struct Glances {
     rules: BTreeMap<Set, u32>,
     /// What the last audit was brought forward for: it is not for the same again.
     told: Option<Glance>,
+    /// Of which instance of IPVS the sysctls were set.
+    module: Option<u16>,
 }
 
 impl Glances {
@@ -38,6 +40,12 @@ impl Glances {
         self.told.replace(glance.clone()).as_ref() != Some(glance)
     }
 
+    /// Whether IPVS was loaded anew since the last glance.
+    pub(crate) fn renewed(&mut self, glance: &Glance) -> bool {
+        let before = self.module.replace(glance.module);
+        before.is_some_and(|before| before != glance.module)
+    }
+
     /// The kernel was read as a whole: how it is now is what later glances are compared with.
     pub(crate) fn audited(&mut self) {
         self.rules.clear();
@@ -61,7 +69,7 @@ mod tests {
         let entries = BTreeMap::from([(set, 3)]);
         let glance = |number, rules| Glance {
             sets: [(set, (number, rules))].into(),
-            missing: [].into(),
+            ..Glance::default()
         };
         let mut glances = Glances::default();
         let mut differ = |glance: &Glance| glances.differ(glance, &entries);
@@ -86,5 +94,16 @@ mod tests {
         assert!(differ(&gone));
         glances.audited();
         assert!(!glances.differ(&glance(3, 0), &entries));
+    }
+
+    #[test]
+    fn a_module_that_was_loaded_anew_is_told_once() {
+        let glance = |module| Glance {
+            module,
+            ..Glance::default()
+        };
+        let mut glances = Glances::default();
+        let told = [7, 7, 8, 8, 7].map(|module| glances.renewed(&glance(module)));
+        assert_eq!(told, [false, false, true, false, true]);
     }
 }

@@ -690,6 +690,8 @@ impl Dataplane for Kernel {
                 glance.missing.insert(*key);
             }
         }
+        // Whoever asked last, a change of a virtual server among them.
+        glance.module = self.ipvs.family();
         Ok(glance)
     }
 

@@ -227,6 +227,12 @@ impl Client {
         Ok(client)
     }
 
+    /// The number of IPVS's netlink family when it was last asked for: another one after the module was unloaded and loaded.
+    #[must_use]
+    pub fn family(&self) -> u16 {
+        self.family
+    }
+
     /// Asks for the number of the netlink family, which the module gets anew when it is loaded; whether
     /// it is another one than before.
     fn find_family(&mut self) -> Result<bool, Error> {

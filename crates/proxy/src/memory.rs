@@ -46,6 +46,8 @@ pub struct MemoryKernel {
     pub guarded: bool,
     /// What was exposed after which op.
     pub leaks: Vec<(Op, Vec<Key>)>,
+    /// What [`Glance::module`] is.
+    pub module: u16,
     /// How many times it was read.
     pub readings: usize,
 }
@@ -238,7 +240,10 @@ impl Dataplane for MemoryKernel {
     }
 
     fn glance(&mut self, servers: &[VirtualServerKey]) -> Result<Glance, ReadError> {
-        let mut glance = Glance::default();
+        let mut glance = Glance {
+            module: self.module,
+            ..Glance::default()
+        };
         for (key, value) in &self.state {
             match key {
                 Key::Set(set) if *value == Value::Present => {

@@ -80,6 +80,8 @@ pub struct Glance {
     pub sets: BTreeMap<Set, (u32, u32)>,
     /// Of the virtual servers that were asked for, those that are not there.
     pub missing: BTreeSet<VirtualServerKey>,
+    /// A number that is another one when IPVS was loaded anew, and with it its sysctls are as at the machine's start.
+    pub module: u16,
 }
 
 /// Why an op failed.

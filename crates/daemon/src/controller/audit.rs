@@ -147,6 +147,9 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         let servers = self.planner.sample(SAMPLE);
         match self.kernel.glance(&servers) {
             Ok(glance) => {
+                if self.glances.renewed(&glance) {
+                    self.set_sysctls();
+                }
                 if self.glances.differ(&glance, self.planner.entries()) {
                     self.hurry.note(now);
                 }

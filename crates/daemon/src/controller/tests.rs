@@ -23,6 +23,11 @@ struct World {
     findings: mpsc::Receiver<Finding>,
 }
 
+thread_local! {
+    /// How many times the sysctls were set.
+    static SYSCTLS_SET: Cell<u32> = const { Cell::new(0) };
+}
+
 const SYNC: Duration = Duration::from_secs(30);
 
 impl World {
@@ -60,7 +65,10 @@ impl World {
             stop: Arc::default(),
             sync_period: SYNC,
             strict_arp: false,
-            set_sysctls: |_| Vec::new(),
+            set_sysctls: |_| {
+                SYSCTLS_SET.set(SYSCTLS_SET.get() + 1);
+                Vec::new()
+            },
             conntrack: sysctl::Once::default(),
             timeouts: Timeouts::open(timeouts).unwrap(),
             drift: Drift::Repair,
@@ -320,6 +328,19 @@ fn what_is_flushed_is_back_within_two_seconds() {
         world.pass(Duration::from_secs(7));
         assert_eq!(world.lacking(&before), [""; 0]);
     }
+}
+
+/// An update of the module puts IPVS's sysctls back to what they are at the machine's start.
+#[test]
+fn sysctls_are_set_when_ipvs_was_loaded_anew() {
+    let mut world = World::new();
+    world.pass(Duration::from_secs(5));
+    let before = SYSCTLS_SET.get();
+    world.pass(Duration::from_secs(5));
+    assert_eq!(SYSCTLS_SET.get(), before);
+    world.kernel().module += 1;
+    world.pass(Duration::from_secs(2));
+    assert_eq!(SYSCTLS_SET.get(), before + 1);
 }
 
 #[test]

@@ -27,6 +27,12 @@ create ELSE-LIST list:set
 add ELSE-LIST ELSE
 ";
 const RULES: &str = "\
+*mangle
+:ELSE-MANGLE - [0:0]
+-A ELSE-MANGLE -p tcp -m tcp --dport 9997 -j MARK --set-xmark 0x1/0xf
+-A PREROUTING -j ELSE-MANGLE
+-A OUTPUT -j ELSE-MANGLE
+COMMIT
 *nat
 :ELSE-NAT - [0:0]
 -A ELSE-NAT -p tcp -m tcp --dport 9999 -j REDIRECT --to-ports 99

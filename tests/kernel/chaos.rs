@@ -167,6 +167,7 @@ impl World {
         );
         let flipped = service("flipped", &[FLIPPED], &[("", "TCP", PORT, 0)]);
         manifests.write("flipped.yaml", &flipped);
+        manifests.write("other-node.yaml", &objects::other_node());
         World {
             _servers: [0, 1].map(|pod| topology.serve(pod, TARGET)).into(),
             foreign: foreign::said(topology.node()),

@@ -177,6 +177,8 @@ pub struct Controller<D, C> {
     again: bool,
     /// Rules that could not be read, as told.
     unread_rules: BTreeMap<Key, ReadError>,
+    /// Why the op failed last that has failed for longest of those that all Services rest on.
+    node_failure: Option<(Key, String)>,
     /// How many times, and when last, rules had to be moved before those of others.
     moves: BTreeMap<Key, (u32, Instant)>,
     /// An audit although its time has not come: rules changed.
@@ -230,6 +232,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             turns: 0,
             again: false,
             unread_rules: BTreeMap::new(),
+            node_failure: None,
             moves: BTreeMap::new(),
             clock,
             hurry: Hurry::default(),
@@ -615,11 +618,27 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             }
             debug!(%op, ?outcome, "given to the kernel");
         }
+        if let Some((key, _)) = self.planner.node_failing() {
+            let of_key = ops.iter().rfind(|(op, _)| op.key() == *key);
+            if let Some((_, Outcome::Failed(failure))) = of_key {
+                self.node_failure = Some((*key, failure.text.clone()));
+            }
+        }
         let failed = ops.iter().filter_map(|(op, outcome)| match outcome {
             Outcome::Done | Outcome::Started => None,
             Outcome::Failed(failure) => Some((self.planner.owner(&op.key()), op, failure)),
         });
         self.reports.failed(failed, now);
+    }
+
+    /// What can't be read or written of a key that all Services rest on, and why.
+    fn why_failing(&self, key: &Key) -> String {
+        let unread = self.unread_rules.get(key).map(ToString::to_string);
+        let failed = self.node_failure.as_ref().filter(|(of, _)| of == key);
+        match unread.or_else(|| failed.map(|(_, why)| why.clone())) {
+            Some(why) => format!("{key}: {why}"),
+            None => format!("{key} can't be read or written"),
+        }
     }
 
     /// Tells of what was applied since the last time.
@@ -653,9 +672,13 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         self.reports.still_fail(services, self.now());
         let failing = || self.planner.failing();
         let base = self.planner.node_failing();
+        let base = base.map(|(key, since)| (self.why_failing(key), since));
         let status = &self.settings.status;
         status.rests(failing().map(|(_, since)| since), base);
-        if base.is_none() && self.objects.is_complete() && !self.planner.has_started() {
+        if self.planner.node_failing().is_none()
+            && self.objects.is_complete()
+            && !self.planner.has_started()
+        {
             status.ready();
         }
     }

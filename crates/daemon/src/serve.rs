@@ -117,7 +117,7 @@ impl Status {
     }
 
     /// There is nothing left to do now: all is in the kernel but what fails, each with its time.
-    pub fn rests(&self, failing: impl Iterator<Item = Instant>, base: Option<Instant>) {
+    pub fn rests(&self, failing: impl Iterator<Item = Instant>, base: Option<(String, Instant)>) {
         let now = Moment::now();
         let moment = |at: Instant| Moment {
             at,
@@ -141,9 +141,12 @@ impl Status {
         if std::mem::replace(&mut health.failing, failing).is_some() && failing.is_none() {
             health.recover("objects");
         }
-        let base_failing = std::mem::replace(&mut health.base_failing, base.map(moment));
-        if base.is_none() {
-            health.recover_late("base", base_failing, patience, now);
+        let well = base.is_none();
+        let base = base.map(|(why, since)| (moment(since), why));
+        let base_failing = std::mem::replace(&mut health.base_failing, base);
+        if well {
+            let since = base_failing.map(|(since, _)| since);
+            health.recover_late("base", since, patience, now);
             health.applied = Some(now.wall);
         }
     }

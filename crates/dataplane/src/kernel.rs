@@ -17,7 +17,7 @@ use ipvs_proxy_core::op::{
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::rules as core_rules;
 use ipvs_proxy_core::state::{Key, Set, State, Value, is_ours};
-use ipvs_proxy_iptables::{Choice, Error, Ruleset, Tools};
+use ipvs_proxy_iptables::{Choice, Ruleset, Tools};
 use ipvs_proxy_netlink::{Family, Socket, Subsystem as NetlinkSubsystem};
 
 use crate::capabilities::{self, Capability};
@@ -183,7 +183,7 @@ impl Kernel {
                         self.take(Answer::Tools(Ok(shown)));
                         return Ok(true);
                     }
-                    Answer::Tools(Err(error @ Error::TooLong { .. })) => {
+                    Answer::Tools(Err(error)) if error.may_pass() => {
                         tracing::debug!(%error, "tools of iptables hang");
                         hang = true;
                     }

@@ -186,6 +186,15 @@ pub enum Error {
         /// What the tool said.
         message: String,
     },
+    /// A tool hangs that has to be asked which back end the host uses.
+    #[error(
+        "which back end of iptables the host uses can't be found out: {cause}; \
+         give --iptables-backend where that lasts"
+    )]
+    Undecided {
+        /// What it did.
+        cause: Box<Error>,
+    },
     /// `--version` printed something that is not a version.
     #[error("{program} --version printed {output:?}")]
     Version {
@@ -194,6 +203,28 @@ pub enum Error {
         /// What it printed.
         output: String,
     },
+}
+
+impl Error {
+    /// Whether the tool was killed, so that it shows nothing of the host.
+    fn was_killed(&self) -> bool {
+        matches!(
+            self,
+            Error::TooLong { .. } | Error::TooMuch { .. } | Error::Stopped { .. }
+        )
+    }
+
+    fn undecided(self) -> Error {
+        Error::Undecided {
+            cause: Box::new(self),
+        }
+    }
+
+    /// Whether it may pass by itself: a tool hangs.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        self.was_killed() || matches!(self, Error::Undecided { .. })
+    }
 }
 
 /// The iptables tools of one back end, found when they are first needed ([`Tools::later`]) or before. Clones find them once
@@ -216,15 +247,17 @@ struct Found {
 impl Tools {
     /// Finds the tools of a back end, or with [`Choice::Auto`] those that the host already uses:
     /// where kubelet keeps its hint chain, else where more rules are, else what plain `iptables`
-    /// is, if the kernel can do it, else the other.
+    /// is, if the kernel can do it, else the other. While a tool hangs that has to be asked for this, none is found: rules of
+    /// the other back end would not take effect.
     ///
     /// Only in the last case the kernel is written to: a chain is created and deleted in one
     /// transaction of nf_tables, and xtables is made to have a table `filter`; either may stay, empty.
-    /// Nobody's lock is waited for, and a tool that hangs counts as one that can do nothing.
+    /// Nobody's lock is waited for.
     ///
     /// # Errors
     ///
-    /// [`Error::Missing`] when no iptables of that back end is installed.
+    /// [`Error::Missing`] when no iptables of that back end is installed; [`Error::TooLong`] and [`Error::Undecided`] when one
+    /// hangs that has to be asked.
     pub fn find(choice: Choice) -> Result<Tools, Error> {
         let tools = Tools::later(choice);
         tools.found()?;
@@ -256,7 +289,10 @@ impl Tools {
             Choice::Nft => of(Backend::Nft),
             Choice::Legacy => of(Backend::Legacy),
             Choice::Auto => match (of(Backend::Nft), of(Backend::Legacy)) {
-                (Ok(nft), Ok(legacy)) => Ok(self.in_use(nft, legacy)),
+                (Ok(nft), Ok(legacy)) => self.in_use(nft, legacy),
+                (Err(error), Ok(_)) | (Ok(_), Err(error)) if error.was_killed() => {
+                    Err(error.undecided())
+                }
                 (Ok(only), Err(_)) | (Err(_), Ok(only)) => Ok(only),
                 (Err(Error::Missing { .. }), Err(Error::Missing { .. })) => Err(Error::Missing {
                     program: "iptables-restore".to_owned(),
@@ -309,54 +345,56 @@ impl Tools {
         Err(Error::Missing { program: named })
     }
 
-    fn in_use(&self, nft: Found, legacy: Found) -> Found {
+    fn in_use(&self, nft: Found, legacy: Found) -> Result<Found, Error> {
         let [of_nft, of_legacy] = [nft, legacy].map(|found| self.only(found));
-        let (nft_text, legacy_text) = (of_nft.everything(), of_legacy.everything());
-        let plain = version("iptables", &self.stop).map_or(Backend::Nft, |(_, backend)| backend);
+        let (nft_text, legacy_text) = (of_nft.everything()?, of_legacy.everything()?);
         match backend_in_use(&nft_text, &legacy_text) {
-            Some(Backend::Nft) => nft,
-            Some(Backend::Legacy) => legacy,
-            None if plain == Backend::Nft => {
-                if of_nft.works() || !of_legacy.works() {
-                    nft
-                } else {
-                    legacy
-                }
-            }
-            None => {
-                if of_legacy.works() || !of_nft.works() {
-                    legacy
-                } else {
-                    nft
-                }
-            }
+            Some(Backend::Nft) => return Ok(nft),
+            Some(Backend::Legacy) => return Ok(legacy),
+            None => {}
         }
+        let plain = match version("iptables", &self.stop) {
+            Ok((_, backend)) => backend,
+            Err(error) if error.was_killed() => return Err(error.undecided()),
+            Err(_) => Backend::Nft,
+        };
+        let (first, other) = match plain {
+            Backend::Nft => ((nft, of_nft), (legacy, of_legacy)),
+            Backend::Legacy => ((legacy, of_legacy), (nft, of_nft)),
+        };
+        Ok(match first.1.works()? || !other.1.works()? {
+            true => first.0,
+            false => other.0,
+        })
     }
 
     /// All tables of both families, as far as they can be read. Without `-t` the legacy tool reads
     /// only tables that exist already, and so creates none.
-    fn everything(&self) -> String {
+    fn everything(&self) -> Result<String, Error> {
         let mut saved = String::new();
         for family in Family::ALL {
             match self.run(family, "save", &[], None, PROBE_TIME) {
                 Ok(output) => saved.push_str(&String::from_utf8_lossy(&output.stdout)),
-                Err(Error::TooLong { .. }) => break,
+                Err(error) if error.was_killed() => return Err(error.undecided()),
                 Err(_) => {}
             }
         }
-        saved
+        Ok(saved)
     }
 
     /// The kernel takes rules of this back end. Reading does not tell for nf_tables: where it lacks IPv4
     /// `iptables-nft` prints empty tables. Writing by xtables would have to wait for its lock.
-    fn works(&self) -> bool {
+    fn works(&self) -> Result<bool, Error> {
         let probe = "*filter\n:IPVS-PROXY-PROBE - [0:0]\n-X IPVS-PROXY-PROBE\nCOMMIT\n";
         let (action, arguments, input): (_, &[&str], _) = match self.backend() {
             Ok(Backend::Nft) => ("restore", &["--noflush"], Some(probe)),
             _ => ("save", &["-t", "filter"], None),
         };
-        self.run(Family::V4, action, arguments, input, PROBE_TIME)
-            .is_ok()
+        match self.run(Family::V4, action, arguments, input, PROBE_TIME) {
+            Ok(_) => Ok(true),
+            Err(error) if error.was_killed() => Err(error.undecided()),
+            Err(_) => Ok(false),
+        }
     }
 
     /// The back end of these tools.

@@ -499,9 +499,10 @@ impl Planner {
         !self.started.is_empty() || self.unread.values().any(|asked| *asked)
     }
 
-    /// Since when something fails that all Services rest on: sets, rules, the link, or what the node lacks, as a module.
+    /// What has failed for longest of what all Services rest on, and since when: sets, rules, the link, or what the node lacks,
+    /// as a module.
     #[must_use]
-    pub fn node_failing(&self) -> Option<Instant> {
+    pub fn node_failing(&self) -> Option<(&Key, Instant)> {
         self.failures
             .first_of_node(|key| self.base.contains_key(key))
     }

@@ -16,7 +16,7 @@ use super::{Run, START};
 /// Its name, what does it, and whether it may cost requests to a Service that it does not name: what is emptied is everybody's.
 type Disturbance = (&'static str, fn(&mut Run<'_>) -> String, bool);
 
-pub(super) const TABLE: [Disturbance; 32] = [
+pub(super) const TABLE: [Disturbance; 36] = [
     ("a Service changes:", tenant_changes, false),
     ("a Service changes:", tenant_changes, false),
     ("a Service goes:", tenant_goes, false),
@@ -34,6 +34,8 @@ pub(super) const TABLE: [Disturbance; 32] = [
     ("address", address_goes, false),
     ("address", address_comes, false),
     ("a link comes and goes", link_of_others, false),
+    ("routes", routes_go, false),
+    ("routing rule", routing_rule_goes, false),
     ("rules", filter_rules_go, false),
     ("a rule before ours", rule_before_ours, false),
     ("the daemon is killed,", killed, false),
@@ -50,6 +52,8 @@ pub(super) const TABLE: [Disturbance; 32] = [
     ("addresses flushed", addresses_go, true),
     ("link", link_goes, true),
     ("link", link_goes_down, true),
+    ("link", link_of_another_kind, true),
+    ("set of another type:", set_of_another_type, true),
 ];
 
 fn tenant_changes(run: &mut Run<'_>) -> String {
@@ -257,6 +261,16 @@ fn link_of_others(run: &mut Run<'_>) -> String {
     tool(run, "ip link add other0 type veth peer name other1") + &tool(run, "ip link del other0")
 }
 
+/// Those of addresses that are routed, of which a small Service may have one.
+fn routes_go(run: &mut Run<'_>) -> String {
+    let family = run.random.one(&["-4", "-6"]).unwrap();
+    tool(run, &format!("ip {family} route flush table 18768"))
+}
+
+fn routing_rule_goes(run: &mut Run<'_>) -> String {
+    tool(run, "ip -4 rule del lookup 18768")
+}
+
 /// Without these more reaches the node, not less.
 fn filter_rules_go(run: &mut Run<'_>) -> String {
     let program = *run.random.one(&["iptables", "ip6tables"]).unwrap();
@@ -435,4 +449,24 @@ fn link_goes(run: &mut Run<'_>) -> String {
 
 fn link_goes_down(run: &mut Run<'_>) -> String {
     tool(run, "ip link set kube-ipvs0 down")
+}
+
+/// While it is there nothing can be bound, and it stays until its owner takes it away.
+fn link_of_another_kind(run: &mut Run<'_>) -> String {
+    let time = run.random.seconds(1..=8);
+    tool(run, "ip link del kube-ipvs0");
+    let did = tool(run, "ip link add kube-ipvs0 type bridge");
+    thread::sleep(time);
+    let undid = tool(run, "ip link del kube-ipvs0");
+    format!("{did}, for {time:?}, {undid}")
+}
+
+/// A set that no rule holds, made anew with a type that takes no entry of ours.
+fn set_of_another_type(run: &mut Run<'_>) -> String {
+    let sets = our_sets(run);
+    let destroyed = |set: &&String| tool(run, &format!("ipset destroy {set}")).ends_with('`');
+    match sets.iter().find(destroyed) {
+        Some(set) => tool(run, &format!("ipset create {set} hash:mac")),
+        None => NONE.to_owned(),
+    }
 }

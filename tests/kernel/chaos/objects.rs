@@ -12,6 +12,16 @@ use super::{Random, Run, TARGET};
 /// How many small Services there may be.
 pub(super) const TENANTS: u64 = 8;
 
+/// The address of a node beside the daemon's.
+const OTHER_NODE: &str = "198.18.0.9";
+
+/// The manifest of that node.
+pub(super) fn other_node() -> String {
+    format!(
+        "apiVersion: v1\nkind: Node\nmetadata: {{name: other}}\nstatus:\n  addresses: [{{type: InternalIP, address: {OTHER_NODE}}}]\n"
+    )
+}
+
 /// The ClusterIPs of a small Service.
 pub(super) fn vips(tenant: u64) -> [String; 2] {
     [format!("10.96.1.{tenant}"), format!("fd96::1:{tenant}")]
@@ -57,13 +67,12 @@ pub(super) fn tenant(random: &mut Random, number: u64) -> String {
     if random.once_in(3) {
         text.push_str("  sessionAffinity: ClientIP\n");
     }
-    // Few addresses, so that some are wanted twice.
+    // Few addresses, so that some are wanted twice; one is another node's, and so is routed.
     if random.once_in(3) {
-        let _ = writeln!(
-            text,
-            "  externalIPs: [\"198.18.0.{}\"]",
-            random.within(1..=3)
-        );
+        let address = *random
+            .one(&["198.18.0.1", "198.18.0.2", "198.18.0.3", OTHER_NODE])
+            .unwrap();
+        let _ = writeln!(text, "  externalIPs: [\"{address}\"]");
     }
     let targets: Vec<_> = ports
         .iter()

@@ -78,8 +78,8 @@ pub struct Health {
     pub in_force: Option<SystemTime>,
     /// The manifests that can't be read, or not all of which can be used, and since when there are some.
     pub manifests: Option<(String, SystemTime)>,
-    /// Since when sets, rules or the link, on which every Service rests, can't be written.
-    pub base_failing: Option<Moment>,
+    /// Since when sets, rules or the link, on which every Service rests, can't be read or written, and why.
+    pub base_failing: Option<(Moment, String)>,
     /// How many things can't be written, and since when the first of them.
     pub failing: Option<(usize, Moment)>,
     /// Since when the kernel can't be read, and why.
@@ -207,14 +207,12 @@ impl Health {
             Some(_) => &health_and_readiness[..],
             None => &health_and_readiness[1..],
         };
-        let base = self.base_failing.map(|m| {
-            (
-                "sets, rules or the link can't be read or written, or a module is missing"
-                    .to_owned(),
-                m.wall,
-            )
-        });
-        add("base", lasts(self.base_failing), base, started);
+        let since = self.base_failing.as_ref().map(|(since, _)| *since);
+        let base = self
+            .base_failing
+            .clone()
+            .map(|(since, why)| (why, since.wall));
+        add("base", lasts(since), base, started);
         let ineligible = self.ineligible.map(|(why, since)| (why.to_owned(), since));
         add("node", &asked[..1], ineligible, started);
         let waiting = "not all is listed and in force yet".to_owned();

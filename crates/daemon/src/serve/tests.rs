@@ -113,10 +113,12 @@ fn codes_by_state() {
     assert_eq!(server.codes(), [200, 200, 200], "things of Services fail");
     assert!(server.verbose().contains("\n[~]objects failed since "));
     assert!(server.verbose().contains(": 2 can't be written\n"));
-    status.rests([at(61)].into_iter(), Some(at(61)));
+    let base = |seconds| Some(("link kube-ipvs0: gone".to_owned(), at(seconds)));
+    status.rests([at(61)].into_iter(), base(61));
     assert_eq!(server.codes(), [503, 200, 503], "what all rest on fails");
-    status.rests([at(9)].into_iter(), Some(at(9)));
+    status.rests([at(9)].into_iter(), base(9));
     assert_eq!(server.codes(), [200, 200, 503], "not for long");
+    assert!(server.verbose().contains(": link kube-ipvs0: gone\n"));
     status.rests(std::iter::empty(), None);
 
     status.read(Err("no answer".to_owned()));

@@ -3,12 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use super::Group;
+use super::{BASE, Group};
 use crate::state::Key;
 
 /// The first pause after a failure, doubled each time up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// Of what all Services rest on. It is a few keys, which when they fail alone cost nothing to others.
+const LONGEST_PAUSE_OF_BASE: Duration = Duration::from_secs(10);
 
 #[derive(Debug)]
 struct Pause {
@@ -48,7 +50,11 @@ impl Failures {
         let since = failed.map_or(now, |pause| pause.since);
         let attempts = failed.map_or(0, |pause| pause.attempts);
         let pause = FIRST_PAUSE * 2_u32.saturating_pow(attempts.min(6));
-        let until = now + pause.min(LONGEST_PAUSE);
+        let longest = match group {
+            BASE => LONGEST_PAUSE_OF_BASE,
+            _ => LONGEST_PAUSE,
+        };
+        let until = now + pause.min(longest);
         self.remove(&key);
         self.ends.insert((until, key));
         let pause = Pause {
@@ -102,11 +108,13 @@ impl Failures {
         self.pauses.iter().map(|(key, pause)| (key, pause.since))
     }
 
-    /// Since when the first key fails of these: those that this picks, and those that fail for what the node lacks.
-    pub(super) fn first_of_node(&self, also: impl Fn(&Key) -> bool) -> Option<Instant> {
+    /// The key that has failed for longest of these, and since when: those that this picks, and those that fail for what the
+    /// node lacks.
+    pub(super) fn first_of_node(&self, also: impl Fn(&Key) -> bool) -> Option<(&Key, Instant)> {
         let counts = |(key, pause): &(&Key, &Pause)| pause.of_node || also(key);
-        let first = self.pauses.iter().filter(counts);
-        first.map(|(_, pause)| pause.since).min()
+        let of_node = self.pauses.iter().filter(counts);
+        let since = of_node.map(|(key, pause)| (key, pause.since));
+        since.min_by_key(|(_, since)| *since)
     }
 
     pub(super) fn since(&self, key: &Key) -> Option<Instant> {

@@ -454,11 +454,18 @@ fn link_goes_down(run: &mut Run<'_>) -> String {
 /// While it is there nothing can be bound, and it stays until its owner takes it away.
 fn link_of_another_kind(run: &mut Run<'_>) -> String {
     let time = run.random.seconds(1..=8);
-    tool(run, "ip link del kube-ipvs0");
-    let did = tool(run, "ip link add kube-ipvs0 type bridge");
+    run.node().tool("ip link add other2 type bridge");
+    // At once, before the daemon makes its own anew.
+    let did = tool(
+        run,
+        r"printf 'link del kube-ipvs0\nlink set other2 name kube-ipvs0\n' | ip -force -batch -",
+    );
     thread::sleep(time);
-    let undid = tool(run, "ip link del kube-ipvs0");
-    format!("{did}, for {time:?}, {undid}")
+    tool(
+        run,
+        "ip link del kube-ipvs0 type bridge; ip link del other2",
+    );
+    format!("{did}, for {time:?}")
 }
 
 /// A set that no rule holds, made anew with a type that takes no entry of ours.

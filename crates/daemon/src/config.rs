@@ -116,6 +116,7 @@ impl Settings {
         (!self.node_ips.is_empty()).then(|| Node {
             addresses: self.node_ips.iter().copied().collect(),
             primary: Node::primary_of(&self.node_ips),
+            zone: None,
         })
     }
 

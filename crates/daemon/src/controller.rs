@@ -380,13 +380,16 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
     /// Takes in what the objects say.
     fn apply(&mut self, changes: Vec<Change>) {
         let told = self.planner.pod_cidrs().to_vec();
-        for change in changes {
+        for mut change in changes {
             self.settings.surroundings.note(&change);
             // Addresses that a flag names are the last word.
-            let of_flag = !self.settings.follow_addresses && matches!(change, Change::Node(_));
-            if !of_flag {
-                self.planner.apply(change);
+            if let Change::Node(node) = &mut change
+                && !self.settings.follow_addresses
+            {
+                node.addresses.clear();
+                node.primary.clear();
             }
+            self.planner.apply(change);
         }
         let pod_cidrs = self.planner.pod_cidrs();
         if pod_cidrs != told {

@@ -78,6 +78,9 @@ objects! {
         /// The Service of an EndpointSlice.
         #[serde(rename = "kubernetes.io/service-name")]
         service_name: String,
+        /// The zone of a Node.
+        #[serde(rename = "topology.kubernetes.io/zone")]
+        zone: String,
     }
     /// The annotations that say something to this proxy.
     Annotations {
@@ -139,6 +142,16 @@ objects! {
         addresses: Vec<String>,
         conditions: EndpointConditions,
         node_name: String,
+        hints: EndpointHints,
+    }
+    /// Whose clients an endpoint is meant for.
+    EndpointHints {
+        for_nodes: Vec<EndpointHint>,
+        for_zones: Vec<EndpointHint>,
+    }
+    /// A node or zone for which an endpoint is meant.
+    EndpointHint {
+        name: String,
     }
     /// How an endpoint is.
     EndpointConditions {

@@ -215,7 +215,7 @@ mod tests {
     use std::net::{TcpListener, UdpSocket};
 
     use ipvs_proxy_core::memory::MemoryKernel;
-    use ipvs_proxy_core::model::{ObjectName, Service, ServicePort};
+    use ipvs_proxy_core::model::{ObjectName, Service, ServicePort, TrafficPolicy};
     use ipvs_proxy_core::plan::Config;
     use ipvs_proxy_core::planner::Planner;
 
@@ -287,6 +287,8 @@ mod tests {
             }],
             affinity_timeout_s: None,
             drain_timeout: None,
+            internal_policy: TrafficPolicy::Cluster,
+            external_policy: TrafficPolicy::Cluster,
         };
         let (mut kernel, now) = (MemoryKernel::new(), Instant::now());
         let mut before = Planner::new(Config::default());

@@ -5,9 +5,11 @@
 //! refused, because it can't be right, with one line that says where and why. A broken part
 //! leaves the rest of its object working.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::num::NonZeroU16;
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use ipnet::IpNet;
@@ -15,7 +17,9 @@ use ipvs_proxy_core::model;
 use ipvs_proxy_netlink::{Family, Protocol};
 
 use crate::config::parse_drain_timeout;
-use crate::objects::{Endpoint, EndpointSlice, Labels, Metadata, Node, Service, ServiceSpec};
+use crate::objects::{
+    Endpoint, EndpointHint, EndpointSlice, Labels, Metadata, Node, Service, ServiceSpec,
+};
 
 /// `sessionAffinityConfig.clientIP.timeoutSeconds` where an object has none, in seconds.
 const DEFAULT_AFFINITY_S: u32 = 10_800;
@@ -84,6 +88,10 @@ pub fn service(service: &Service) -> Translated<model::Service> {
             let cluster_ips = cluster_ips(spec, &mut refusals);
             let ports = service_ports(spec, &mut refusals);
             let affinity_timeout_s = affinity(spec, &mut refusals);
+            let internal = ("spec.internalTrafficPolicy", &spec.internal_traffic_policy);
+            let external = ("spec.externalTrafficPolicy", &spec.external_traffic_policy);
+            let [internal_policy, external_policy] =
+                [internal, external].map(|(field, text)| policy(field, text, &mut refusals));
             unsupported(spec, &mut refusals);
             let created = created(&service.metadata, &mut refusals);
             (!cluster_ips.is_empty()).then(|| model::Service {
@@ -95,6 +103,8 @@ pub fn service(service: &Service) -> Translated<model::Service> {
                 ports,
                 affinity_timeout_s,
                 drain_timeout: drain_timeout(&service.metadata, &mut refusals),
+                internal_policy,
+                external_policy,
             })
         }
         _ => None,
@@ -125,16 +135,18 @@ pub fn slice(slice: &EndpointSlice, node_name: &str) -> Translated<model::Slice>
                 None
             }
         };
-        object = family.map(|family| model::Slice {
-            service: model::ObjectName::new(&name.namespace, service),
-            family,
-            ports: slice_ports(slice, &mut refusals),
-            endpoints: endpoints(
-                slice.endpoints.as_deref().unwrap_or_default(),
+        object = family.map(|family| {
+            let ports = slice_ports(slice, &mut refusals);
+            let listed = slice.endpoints.as_deref().unwrap_or_default();
+            let mut hints = Hints::new(node_name);
+            let endpoints = endpoints(listed, family, &mut hints, &mut refusals);
+            model::Slice {
+                service: model::ObjectName::new(&name.namespace, service),
                 family,
-                node_name,
-                &mut refusals,
-            ),
+                ports,
+                endpoints,
+                zone_hints: hints.zones,
+            }
         });
     }
     Translated {
@@ -144,7 +156,7 @@ pub fn slice(slice: &EndpointSlice, node_name: &str) -> Translated<model::Slice>
     }
 }
 
-/// This node: its addresses of the types InternalIP and ExternalIP. The first InternalIP of each
+/// This node: its zone, and its addresses of the types InternalIP and ExternalIP. The first InternalIP of each
 /// family is a primary one, or the first ExternalIP where a family has no other
 /// (`GetNodeHostIPs` of Kubernetes).
 #[must_use]
@@ -178,9 +190,15 @@ pub fn node(node: &Node) -> Translated<model::Node> {
     }
     internal.extend(external);
     let primary = model::Node::primary_of(&internal);
+    let zone = label(&node.metadata, |labels| &labels.zone);
+    let zone = zone.filter(|zone| !zone.is_empty()).map(Arc::from);
     Translated {
         name,
-        object: Some(model::Node { addresses, primary }),
+        object: Some(model::Node {
+            addresses,
+            primary,
+            zone,
+        }),
         refusals: refusals.all(),
     }
 }
@@ -416,21 +434,19 @@ fn cluster_ips(spec: &ServiceSpec, refusals: &mut Refusals) -> Vec<IpAddr> {
     addresses
 }
 
-/// What a Service may ask for and does not get yet: whoever relies on it must know.
-fn unsupported(spec: &ServiceSpec, refusals: &mut Refusals) {
-    let policies = [
-        ("spec.internalTrafficPolicy", &spec.internal_traffic_policy),
-        ("spec.externalTrafficPolicy", &spec.external_traffic_policy),
-    ];
-    for (field, policy) in policies {
-        if let Some(policy) = policy.as_deref().filter(|policy| *policy != "Cluster") {
-            refusals.text(
-                field,
-                policy,
-                "is not supported yet: every endpoint is used",
-            );
+fn policy(field: &str, text: &Option<String>, refusals: &mut Refusals) -> model::TrafficPolicy {
+    match text.as_deref() {
+        None | Some("" | "Cluster") => model::TrafficPolicy::Cluster,
+        Some("Local") => model::TrafficPolicy::Local,
+        Some(other) => {
+            refusals.text(field, other, "is not Cluster or Local; Cluster is used");
+            model::TrafficPolicy::Cluster
         }
     }
+}
+
+/// What a Service may ask for and does not get yet: whoever relies on it must know.
+fn unsupported(spec: &ServiceSpec, refusals: &mut Refusals) {
     let ranges = spec
         .load_balancer_source_ranges
         .as_deref()
@@ -642,10 +658,10 @@ fn slice_ports(slice: &EndpointSlice, refusals: &mut Refusals) -> Vec<model::Sli
     taken
 }
 
-fn endpoints(
-    endpoints: &[Endpoint],
+fn endpoints<'a>(
+    endpoints: &'a [Endpoint],
     family: Family,
-    node_name: &str,
+    hints: &mut Hints<'a>,
     refusals: &mut Refusals,
 ) -> Vec<model::Endpoint> {
     let mut taken = Vec::new();
@@ -683,10 +699,87 @@ fn endpoints(
             ready: conditions.and_then(|c| c.ready).unwrap_or(true),
             serving: conditions.and_then(|c| c.serving).unwrap_or(true),
             terminating: conditions.and_then(|c| c.terminating).unwrap_or(false),
-            local: endpoint.node_name.as_deref() == Some(node_name),
+            local: endpoint.node_name.as_deref() == Some(hints.node_name),
+            node_hint: hints.node(i, endpoint, refusals),
+            zone_hints: hints.zones(i, endpoint, refusals),
         });
     }
     taken
+}
+
+/// The hints of a slice's endpoints. One whose name can't be read still is a hint, for nobody (as with kube-proxy).
+struct Hints<'a> {
+    node_name: &'a str,
+    zones: Vec<Vec<Arc<str>>>,
+    /// Where a list of zones is among [`Hints::zones`], counted from 1.
+    places: HashMap<BTreeSet<&'a str>, NonZeroU16>,
+}
+
+impl<'a> Hints<'a> {
+    fn new(node_name: &'a str) -> Hints<'a> {
+        Hints {
+            node_name,
+            zones: Vec::new(),
+            places: HashMap::new(),
+        }
+    }
+
+    fn node(&self, i: usize, endpoint: &Endpoint, refusals: &mut Refusals) -> model::Hint {
+        let listed = endpoint.hints.as_ref().and_then(|h| h.for_nodes.as_deref());
+        let names = hinted(i, "forNodes", listed, refusals);
+        match names.as_slice() {
+            [] => model::Hint::Absent,
+            names if names.contains(&self.node_name) => model::Hint::Here,
+            _ => model::Hint::Elsewhere,
+        }
+    }
+
+    fn zones(
+        &mut self,
+        i: usize,
+        endpoint: &'a Endpoint,
+        refusals: &mut Refusals,
+    ) -> Option<NonZeroU16> {
+        let listed = endpoint.hints.as_ref().and_then(|h| h.for_zones.as_deref());
+        let names = hinted(i, "forZones", listed, refusals);
+        let names: BTreeSet<&str> = names.into_iter().collect();
+        if names.is_empty() {
+            return None;
+        }
+        if let Some(place) = self.places.get(&names) {
+            return Some(*place);
+        }
+        let place = u16::try_from(self.zones.len() + 1).ok();
+        let Some(place) = place.and_then(NonZeroU16::new) else {
+            let field = format!("endpoints[{i}].hints.forZones");
+            let reason = "is one list of zones too many; this hint does not count";
+            refusals.add(field, format_args!("{names:?}"), reason);
+            return None;
+        };
+        self.zones
+            .push(names.iter().copied().map(Arc::from).collect());
+        self.places.insert(names, place);
+        Some(place)
+    }
+}
+
+/// The names that hints list.
+fn hinted<'a>(
+    i: usize,
+    kind: &str,
+    listed: Option<&'a [EndpointHint]>,
+    refusals: &mut Refusals,
+) -> Vec<&'a str> {
+    let mut names = Vec::new();
+    for (n, hint) in listed.unwrap_or_default().iter().enumerate() {
+        let name = hint.name.as_deref().unwrap_or_default();
+        if name.is_empty() {
+            let field = format!("endpoints[{i}].hints.{kind}[{n}].name");
+            refusals.text(field, name, "names nothing, so the hint is for nobody");
+        }
+        names.push(name);
+    }
+    names
 }
 
 #[cfg(test)]

@@ -13,6 +13,8 @@ pub(crate) struct Cluster {
     slices: BTreeMap<ObjectName, BTreeMap<ObjectName, Slice>>,
     /// The Service that each slice belonged to when last heard.
     owners: BTreeMap<ObjectName, ObjectName>,
+    /// The slices that have hints for zones: the Service of each, and its own name.
+    zoned: BTreeSet<(ObjectName, ObjectName)>,
     pub(crate) guard: Guard,
 }
 
@@ -44,6 +46,7 @@ impl Cluster {
             && owner.as_ref() != Some(&old)
         {
             self.owners.remove(&name);
+            self.zoned.remove(&(old.clone(), name.clone()));
             if let Some(slices) = self.slices.get_mut(&old) {
                 let gone = slices.remove(&name);
                 touched.extend(self.guard.note_slice(gone.as_ref(), None));
@@ -59,6 +62,12 @@ impl Cluster {
                 touched.insert(owner.clone());
                 let old = known.get(&name);
                 touched.extend(self.guard.note_slice(old, Some(&slice)));
+                let zoned = (owner.clone(), name.clone());
+                if slice.zone_hints.is_empty() {
+                    self.zoned.remove(&zoned);
+                } else {
+                    self.zoned.insert(zoned);
+                }
                 known.insert(name.clone(), slice);
                 self.owners.insert(name, owner);
             }
@@ -72,6 +81,11 @@ impl Cluster {
 
     pub(crate) fn slices_of(&self, name: &ObjectName) -> impl Iterator<Item = &Slice> + Clone {
         self.slices.get(name).into_iter().flat_map(BTreeMap::values)
+    }
+
+    /// The Services whose endpoints are hinted for zones.
+    pub(crate) fn zoned(&self) -> impl Iterator<Item = &ObjectName> {
+        self.zoned.iter().map(|(service, _)| service)
     }
 
     pub(crate) fn services(&self) -> impl Iterator<Item = (&ObjectName, &Service)> {

@@ -9,6 +9,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`model`] | what the cluster says, compact |
+//! | [`endpoints`] | which endpoints serve a port, and why the others don't |
 //! | [`plan`] | what one Service needs: the one place that says so |
 //! | [`guard`] | which addresses a Service may have, and what of it is left out |
 //! | [`rules`] | the constant iptables rules |
@@ -29,7 +30,7 @@
 //! ```
 
 mod cluster;
-mod endpoints;
+pub mod endpoints;
 pub mod guard;
 pub mod memory;
 pub mod model;

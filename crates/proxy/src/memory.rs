@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use ipset_rs::Entry;
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_iptables::{Present, Ruleset, Table};
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy_netlink::{Family, Protocol};
 
 use self::faults::{Fault, Faults};
 use crate::op::{
@@ -38,13 +38,15 @@ pub struct MemoryKernel {
     pub slow: BTreeSet<Key>,
     /// The ops that were started.
     started: Vec<Op>,
+    /// Keys whose last op failed.
+    failed: BTreeSet<Key>,
     /// Keys of rules that can't be read.
     pub unreadable: BTreeSet<Key>,
     /// What [`Dataplane::finished`] tells next.
     pub finished: Vec<Finished>,
-    /// Looks after each op at what is [exposed](MemoryKernel::exposed).
+    /// Looks after each op at what is [exposed](MemoryKernel::exposed) and [unanswered](MemoryKernel::unanswered).
     pub guarded: bool,
-    /// What was exposed after which op.
+    /// What was exposed, or could not be answered, after which op.
     pub leaks: Vec<(Op, Vec<Key>)>,
     /// What [`Glance::module`] is.
     pub module: u16,
@@ -103,6 +105,47 @@ impl MemoryKernel {
             }
         }
         exposed
+    }
+
+    /// Real servers on other nodes that get new connections from clients who keep their address: their answers would go to
+    /// the client past this node. An endpoint of this node is one with an entry of [`Role::LoopBack`]. What could not be put
+    /// right because an op failed is not told.
+    #[must_use]
+    pub fn unanswered(&self) -> Vec<Key> {
+        let there = |key: &Key| self.state.contains_key(key);
+        let entry = |family, role, entry| Key::Entry(Set { family, role }, entry);
+        let unanswered = self.state.iter().filter(|(key, value)| {
+            let Key::RealServer(vs, rs) = key else {
+                return false;
+            };
+            let VirtualServerKey::Address {
+                address,
+                port,
+                protocol,
+            } = *vs
+            else {
+                return false;
+            };
+            let family = Family::of(address);
+            let this = Entry::IpPort(address, protocol, port);
+            let external = |role| there(&entry(family, role, this));
+            let (node_port, on_all) = match protocol {
+                Protocol::Tcp => (Role::NodePortLocalTcp, Entry::Port(port)),
+                Protocol::Udp => (Role::NodePortLocalUdp, Entry::Port(port)),
+                _ => (Role::NodePortLocalSctp, this),
+            };
+            let is_node_port = external(Role::Owned) && there(&entry(family, node_port, on_all));
+            let kept = !external(Role::ClusterIp)
+                && !external(Role::ExternalIp)
+                && (external(Role::LoadBalancerLocal)
+                    || external(Role::ExternalIpLocal)
+                    || is_node_port && !external(Role::LoadBalancer));
+            let here = Entry::IpPortIp(rs.address, protocol, rs.port, rs.address);
+            let here = entry(family, Role::LoopBack, here);
+            let excused = self.failed.contains(key) || self.failed.contains(&here);
+            kept && **value != Value::RealServer(0) && !there(&here) && !excused
+        });
+        unanswered.map(|(key, _)| *key).collect()
     }
 
     /// Carries out the ops that were started; nothing is slow any more.
@@ -196,12 +239,16 @@ impl Dataplane for MemoryKernel {
         self.log.extend_from_slice(ops);
         let mut outcomes = Vec::with_capacity(ops.len());
         for op in ops {
-            outcomes.push(self.carry_out(op));
-            let exposed = if self.guarded {
-                self.exposed()
-            } else {
-                Vec::new()
+            let outcome = self.carry_out(op);
+            match outcome {
+                Outcome::Failed(_) => self.failed.insert(op.key()),
+                Outcome::Done | Outcome::Started => self.failed.remove(&op.key()),
             };
+            outcomes.push(outcome);
+            let mut exposed = Vec::new();
+            if self.guarded {
+                exposed.extend(self.exposed().into_iter().chain(self.unanswered()));
+            }
             if !exposed.is_empty() {
                 self.leaks.push((op.clone(), exposed));
             }

@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
+use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -72,9 +73,23 @@ pub struct Service {
     pub ports: Vec<ServicePort>,
     /// `sessionAffinity: ClientIP`: how long a client stays with its endpoint, in seconds.
     pub affinity_timeout_s: Option<u32>,
+    /// Which endpoints its ClusterIPs lead to (`spec.internalTrafficPolicy`, KEP-2086).
+    pub internal_policy: TrafficPolicy,
+    /// Which endpoints its node ports and outside addresses lead to (`spec.externalTrafficPolicy`).
+    pub external_policy: TrafficPolicy,
     /// How long its real servers may drain (annotation `ipvs-proxy.io/drain-timeout`), `None` for
     /// what the process was told.
     pub drain_timeout: Option<DrainTimeout>,
+}
+
+/// Which endpoints may serve a client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub enum TrafficPolicy {
+    /// Those of all nodes, nearer ones where hints say so.
+    #[default]
+    Cluster,
+    /// Those of this node. Clients from outside keep their address.
+    Local,
 }
 
 /// How long a real server that is not wanted any more may keep its connections.
@@ -131,6 +146,8 @@ pub struct Slice {
     pub ports: Vec<SlicePort>,
     /// Its endpoints.
     pub endpoints: Vec<Endpoint>,
+    /// The zone hints of its endpoints, each list once ([`Endpoint::zone_hints`]). Empty where no endpoint has any.
+    pub zone_hints: Vec<Vec<Arc<str>>>,
 }
 
 /// A port of an EndpointSlice.
@@ -157,6 +174,23 @@ pub struct Endpoint {
     pub terminating: bool,
     /// It runs on this node.
     pub local: bool,
+    /// For which nodes it is hinted (`hints.forNodes`, KEP-3015).
+    pub node_hint: Hint,
+    /// For which zones it is hinted (`hints.forZones`, KEP-2433): the place in [`Slice::zone_hints`], counted from 1; `None`
+    /// where it has no such hint.
+    pub zone_hints: Option<NonZeroU16>,
+}
+
+/// Whether an endpoint is hinted for this node, or for its zone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub enum Hint {
+    /// It has no hint.
+    #[default]
+    Absent,
+    /// It has hints, and they name others.
+    Elsewhere,
+    /// A hint names it.
+    Here,
 }
 
 /// This node.
@@ -167,6 +201,8 @@ pub struct Node {
     pub addresses: BTreeSet<IpAddr>,
     /// The address of each family by which the cluster knows it.
     pub primary: Vec<IpAddr>,
+    /// Its zone (label `topology.kubernetes.io/zone`): without one, hints for zones don't count.
+    pub zone: Option<Arc<str>>,
 }
 
 impl Node {
@@ -229,7 +265,7 @@ pub enum Change {
     Service(ObjectName, Option<Service>),
     /// The slice as it is now; `None` when it is gone or not ours to use.
     Slice(ObjectName, Option<Slice>),
-    /// This node as its Node object, or a flag, says it is now.
+    /// This node as its Node object, or a flag, says it is now. Addresses that it does not tell stay.
     Node(Node),
     /// The addresses that this node's links have now. From the first time on they count instead
     /// of those of [`Change::Node`].

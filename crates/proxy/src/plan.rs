@@ -12,10 +12,10 @@ use ipvs_netlink::{
 };
 use ipvs_proxy_netlink::{Family, Protocol};
 
-use crate::endpoints;
+use crate::endpoints::Endpoints;
 use crate::guard::{Allowed, Cause, Guard, Refused};
 use crate::model::{
-    DrainTimeout, Node, NodePortAddresses, ObjectName, Service, ServicePort, Slice,
+    DrainTimeout, Node, NodePortAddresses, ObjectName, Service, ServicePort, Slice, TrafficPolicy,
 };
 use crate::rules;
 use crate::state::{Key, Role, Set, State, Value};
@@ -110,6 +110,25 @@ pub(crate) struct ServicePlan {
     pub(crate) refused: Vec<Refused>,
 }
 
+/// A port of a Service in one family, with the endpoints that serve it.
+struct Served<'a> {
+    family: Family,
+    port: &'a ServicePort,
+    /// By the policy `Cluster`.
+    cluster: Vec<RealServerKey>,
+    /// By the policy `Local`.
+    local: Vec<RealServerKey>,
+}
+
+impl Served<'_> {
+    fn by(&self, policy: TrafficPolicy) -> &[RealServerKey] {
+        match policy {
+            TrafficPolicy::Cluster => &self.cluster,
+            TrafficPolicy::Local => &self.local,
+        }
+    }
+}
+
 /// What a Service needs, given all its slices: the ClusterIPs first, then node ports, load balancers' addresses and external IPs,
 /// as much as [`Config::max_virtual_servers`] and [`Config::max_real_servers`] leave room for. Nothing grows with what does not fit.
 pub(crate) fn plan<'a>(
@@ -130,7 +149,7 @@ pub(crate) fn plan<'a>(
         items: Vec::new(),
         refused: BTreeMap::new(),
     };
-    let mut served: Vec<(Family, &ServicePort, Vec<RealServerKey>)> = Vec::new();
+    let mut served: Vec<Served<'_>> = Vec::new();
     for cluster_ip in &service.cluster_ips {
         let family = Family::of(*cluster_ip);
         if !config.families.contains(&family) {
@@ -142,15 +161,21 @@ pub(crate) fn plan<'a>(
                 plan.refuse(cause, || key.to_string(), service.ports.len() - n);
                 break;
             }
-            let all = endpoints::of_port(slices.clone(), port, family);
+            let zone = node.zone.as_deref();
+            let all = Endpoints::of_port(slices.clone(), port, family, zone);
             plan.room.look(all.len());
-            for (key, _) in all.iter().filter(|(_, endpoint)| endpoint.local) {
+            for key in all.local() {
                 let entry = Entry::IpPortIp(key.address, port.protocol, key.port, key.address);
                 plan.entry(family, Role::LoopBack, entry);
             }
-            let servers = endpoints::serving(&all);
-            plan.vip(Role::ClusterIp, *cluster_ip, port, &servers);
-            served.push((family, port, servers));
+            let port = Served {
+                family,
+                port,
+                cluster: all.taken(TrafficPolicy::Cluster),
+                local: all.taken(TrafficPolicy::Local),
+            };
+            plan.vip(Role::ClusterIp, *cluster_ip, &port);
+            served.push(port);
         }
     }
     plan.node_ports(&served);
@@ -164,21 +189,21 @@ pub(crate) fn plan<'a>(
     ] {
         let mut seen = BTreeSet::new();
         for vip in vips {
-            let ports = || served.iter().filter(|(f, ..)| *f == Family::of(*vip));
-            let Some((_, first, _)) = ports().next().filter(|_| seen.insert(*vip)) else {
+            let ports = || served.iter().filter(|s| s.family == Family::of(*vip));
+            let Some(first) = ports().next().filter(|_| seen.insert(*vip)) else {
                 continue;
             };
             if let Some(cause) = guard.refuses(role, *vip, node, config) {
                 plan.refuse(cause, || format!("{field} {vip}"), 1);
             } else if let Some(cause) = plan.room.lacks() {
-                let key = virtual_server_key(*vip, first.port, first.protocol);
+                let key = virtual_server_key(*vip, first.port.port, first.port.protocol);
                 plan.refuse(cause, || key.to_string(), ports().count());
             } else {
                 if guard.needs(*vip) && !node.addresses.contains(vip) {
                     plan.refuse(Cause::Routed, || format!("{field} {vip}"), 1);
                 }
-                for (_, port, servers) in ports() {
-                    plan.vip(role, *vip, port, servers);
+                for port in ports() {
+                    plan.vip(role, *vip, port);
                 }
             }
         }
@@ -261,8 +286,14 @@ impl Plan<'_> {
     /// A VIP of this role. One that is an address of the node already is not bound to the link: the node keeps it when the Service
     /// goes, and keeps its other ports, and those on which it listens. Nor is one that the node needs, whose other ports are those
     /// of another host: packets to it are routed here by their mark.
-    fn vip(&mut self, role: Role, address: IpAddr, port: &ServicePort, servers: &[RealServerKey]) {
-        let family = Family::of(address);
+    fn vip(&mut self, role: Role, address: IpAddr, served: &Served<'_>) {
+        let (family, port) = (served.family, served.port);
+        // Also where a ClusterIP has another role besides.
+        let policy = match self.service.cluster_ips.contains(&address) {
+            true => self.service.internal_policy,
+            false => self.service.external_policy,
+        };
+        let servers = served.by(policy);
         let entry = Entry::IpPort(address, port.protocol, port.port);
         let of_node = self.node.addresses.contains(&address);
         if of_node
@@ -281,7 +312,7 @@ impl Plan<'_> {
         if !self.virtual_server(address, port.port, port.protocol, servers) {
             return;
         }
-        self.entry(family, role, entry);
+        self.masquerading(role, policy, family, entry);
         if of_node {
             self.entry(family, Role::Owned, entry);
             return;
@@ -303,8 +334,22 @@ impl Plan<'_> {
         }
     }
 
+    /// The entries that say who is masqueraded on the way to an address of this role.
+    fn masquerading(&mut self, role: Role, policy: TrafficPolicy, family: Family, entry: Entry) {
+        match (role, policy) {
+            (Role::ExternalIp, TrafficPolicy::Local) => {
+                self.entry(family, Role::ExternalIpLocal, entry);
+            }
+            (Role::LoadBalancer, TrafficPolicy::Local) => {
+                self.entry(family, role, entry);
+                self.entry(family, Role::LoadBalancerLocal, entry);
+            }
+            _ => self.entry(family, role, entry),
+        }
+    }
+
     /// The node ports on each address of the node that serves them.
-    fn node_ports(&mut self, served: &[(Family, &ServicePort, Vec<RealServerKey>)]) {
+    fn node_ports(&mut self, served: &[Served<'_>]) {
         let selected = &self.config.node_port_addresses;
         let node = self.node;
         let addresses = node.addresses.iter();
@@ -312,21 +357,33 @@ impl Plan<'_> {
             .filter(|address| selected.select(**address, node))
             .copied()
             .collect();
-        for (family, port, servers) in served {
+        let policy = self.service.external_policy;
+        for served in served {
+            let (family, port) = (served.family, served.port);
             let Some(number) = port.node_port else {
                 continue;
             };
-            for address in addresses.iter().filter(|a| Family::of(**a) == *family) {
-                if !self.virtual_server(*address, number, port.protocol, servers) {
+            for address in addresses.iter().filter(|a| Family::of(**a) == family) {
+                if !self.virtual_server(*address, number, port.protocol, served.by(policy)) {
                     continue;
                 }
-                let entry = Entry::IpPort(*address, port.protocol, number);
-                match port.protocol {
-                    Protocol::Tcp => self.entry(*family, Role::NodePortTcp, Entry::Port(number)),
-                    Protocol::Udp => self.entry(*family, Role::NodePortUdp, Entry::Port(number)),
-                    _ => self.entry(*family, Role::NodePortSctp, entry),
+                let owned = Entry::IpPort(*address, port.protocol, number);
+                let (all, local, entry) = match port.protocol {
+                    Protocol::Tcp => {
+                        let entry = Entry::Port(number);
+                        (Role::NodePortTcp, Role::NodePortLocalTcp, entry)
+                    }
+                    Protocol::Udp => {
+                        let entry = Entry::Port(number);
+                        (Role::NodePortUdp, Role::NodePortLocalUdp, entry)
+                    }
+                    _ => (Role::NodePortSctp, Role::NodePortLocalSctp, owned),
+                };
+                self.entry(family, all, entry);
+                if policy == TrafficPolicy::Local {
+                    self.entry(family, local, entry);
                 }
-                self.entry(*family, Role::Owned, entry);
+                self.entry(family, Role::Owned, owned);
             }
         }
     }

@@ -201,8 +201,8 @@ impl Planner {
         self.links_awaited
     }
 
-    /// Takes in a change of the cluster. Its cost depends on the change alone; a changed node
-    /// touches every Service with node ports. Planning waits for [`Planner::next`], so that
+    /// Takes in a change of the cluster. Its cost depends on the change alone; changed addresses of the node touch every Service
+    /// with node ports, another zone those whose endpoints are hinted for zones. Planning waits for [`Planner::next`], so that
     /// many changes of one Service cost one plan.
     pub fn apply(&mut self, change: Change) {
         let touched = match change {
@@ -232,7 +232,7 @@ impl Planner {
                 self.links_known |= known;
                 let mut touched = self.change_node(Node {
                     addresses,
-                    primary: self.node.primary.clone(),
+                    ..self.node.clone()
                 });
                 if known && std::mem::replace(&mut self.links_awaited, false) {
                     let external = self.cluster.services().filter(|(_, s)| s.is_external());
@@ -294,11 +294,18 @@ impl Planner {
         self.config.node_cidrs && self.config.cluster_cidrs.is_empty()
     }
 
-    /// Notes the node; the Services that this touches. A node without addresses is one that we
-    /// know nothing of.
-    fn change_node(&mut self, node: Node) -> BTreeSet<ObjectName> {
-        if node.addresses.is_empty() || node == self.node {
-            return BTreeSet::new();
+    /// Notes the node; the Services that this touches. Of a node without addresses we know none.
+    fn change_node(&mut self, mut node: Node) -> BTreeSet<ObjectName> {
+        if node.addresses.is_empty() {
+            node.addresses.clone_from(&self.node.addresses);
+        }
+        let mut touched = BTreeSet::new();
+        if node.zone != self.node.zone {
+            touched.extend(self.cluster.zoned().cloned());
+        }
+        if (&node.addresses, &node.primary) == (&self.node.addresses, &self.node.primary) {
+            self.node = node;
+            return touched;
         }
         let changed: BTreeSet<IpAddr> = self
             .node
@@ -315,7 +322,8 @@ impl Planner {
         let concerned =
             |s: &Service| vips(s) || s.ports.iter().any(|port| port.node_port.is_some());
         let services = self.cluster.services().filter(|(_, s)| concerned(s));
-        services.map(|(name, _)| name.clone()).collect()
+        touched.extend(services.map(|(name, _)| name.clone()));
+        touched
     }
 
     /// The next round of ops, empty when there is nothing to do now. Each op given out must be

@@ -3,7 +3,8 @@
 //! Names and texts are kube-proxy's where the meaning is. What differs:
 //!
 //! - `nat`: what is not for a local address leaves at the first rule, since every VIP and node
-//!   address is local.
+//!   address is local. What is in [`Role::ExternalIp`] is masqueraded although it is in [`Role::ExternalIpLocal`] as well, as it
+//!   is while the policy changes.
 //! - `filter` INPUT: only new connections to an address on the dummy link are looked at, and they
 //!   pass by [`Role::Serving`], which is filled after a virtual server is there and emptied
 //!   before it goes. kube-proxy lets them pass by KUBE-CLUSTER-IP, which is filled first.
@@ -43,7 +44,8 @@ pub fn by_table(config: &Config, family: Family) -> impl Iterator<Item = (Table,
 fn mangle(config: &Config, family: Family) -> TableRules {
     let routed = matching(family, Role::Routed);
     let masquerade = bit(config.masquerade_bit);
-    let marking = |mark: u32| vec![format!("-j MARK --set-xmark {mark:#x}/{mark:#x}")];
+    let marking = |mark: u32| format!("-j MARK --set-xmark {mark:#x}/{mark:#x}");
+    let masqueraded = |role| format!("{} dst,dst -j KUBE-IPVS-MASQ", matching(family, role));
     let jump = |from: &str, to: &str| Jump {
         from: from.to_owned(),
         rule: format!(
@@ -56,10 +58,18 @@ fn mangle(config: &Config, family: Family) -> TableRules {
         chains: vec![
             chain(
                 "KUBE-IPVS-ROUTE",
-                marking(masquerade | bit(config.route_bit)),
+                vec![
+                    marking(bit(config.route_bit)),
+                    masqueraded(Role::ExternalIp),
+                    format!(
+                        "{} dst,dst -j RETURN",
+                        matching(family, Role::LoadBalancerLocal)
+                    ),
+                    masqueraded(Role::LoadBalancer),
+                ],
             ),
             // IPVS takes the node's own packets wherever they would go.
-            chain("KUBE-IPVS-MASQ", marking(masquerade)),
+            chain("KUBE-IPVS-MASQ", vec![marking(masquerade)]),
         ],
         jumps: vec![
             jump("PREROUTING", "KUBE-IPVS-ROUTE"),
@@ -100,33 +110,72 @@ fn nat(config: &Config, family: Family) -> TableRules {
         // Only the node itself, which takes the VIP as its source when it goes to a VIP.
         None => format!("{comment} {cluster_ip} src,dst -j KUBE-MARK-MASQ"),
     });
-    // Who comes in by these addresses is masqueraded wherever it comes from.
-    for (role, comment) in [
-        (Role::LoadBalancer, "Kubernetes service lb portal"),
+    // Who comes in by these addresses is masqueraded wherever it comes from, but for clients that keep their address.
+    for (role, comment, to) in [
+        (
+            Role::LoadBalancer,
+            "Kubernetes service lb portal",
+            "KUBE-LOAD-BALANCER",
+        ),
         (
             Role::ExternalIp,
             "Kubernetes service external ip + port for masquerade and filter purpose",
+            "KUBE-MARK-MASQ",
         ),
     ] {
         let set = matching(family, role);
         services.push(format!(
-            "-m comment --comment \"{comment}\" {set} dst,dst -j KUBE-MARK-MASQ"
+            "-m comment --comment \"{comment}\" {set} dst,dst -j {to}"
         ));
     }
     // A VIP is a local address: keep the port maps of container networks away from it.
-    for role in [Role::ClusterIp, Role::LoadBalancer, Role::ExternalIp] {
+    for role in [
+        Role::ClusterIp,
+        Role::LoadBalancer,
+        Role::ExternalIp,
+        Role::ExternalIpLocal,
+    ] {
         services.push(format!("{} dst,dst -j ACCEPT", matching(family, role)));
     }
     // After them: a port of a VIP may be a node port as well, and is not to be masqueraded for that.
     services.push("-j KUBE-NODE-PORT".to_owned());
 
-    let node_port = |protocol: &str, role, flags: &str, name: &str| {
-        format!(
-            "-p {protocol} -m comment --comment \"Kubernetes nodeport {name} port for masquerade \
-             purpose\" {} {flags} -j KUBE-MARK-MASQ",
-            matching(family, role)
-        )
+    let node_port = |protocol: &str, local, all, flags: &str, name: &str| {
+        let rule = |which: &str, role, to: &str| {
+            format!(
+                "-p {protocol} -m comment --comment \"Kubernetes nodeport {name} port {which}for \
+                 masquerade purpose\" {} {flags} -j {to}",
+                matching(family, role)
+            )
+        };
+        [
+            rule("with externalTrafficPolicy=local ", local, "RETURN"),
+            rule("", all, "KUBE-MARK-MASQ"),
+        ]
     };
+    let node_ports = [
+        node_port(
+            "tcp",
+            Role::NodePortLocalTcp,
+            Role::NodePortTcp,
+            "dst",
+            "TCP",
+        ),
+        node_port(
+            "udp",
+            Role::NodePortLocalUdp,
+            Role::NodePortUdp,
+            "dst",
+            "UDP",
+        ),
+        node_port(
+            "sctp",
+            Role::NodePortLocalSctp,
+            Role::NodePortSctp,
+            "dst,dst",
+            "SCTP",
+        ),
+    ];
     let random = if config.random_fully {
         " --random-fully"
     } else {
@@ -137,13 +186,17 @@ fn nat(config: &Config, family: Family) -> TableRules {
         chains: vec![
             chain("KUBE-SERVICES", services),
             chain(
-                "KUBE-NODE-PORT",
+                "KUBE-LOAD-BALANCER",
                 vec![
-                    node_port("tcp", Role::NodePortTcp, "dst", "TCP"),
-                    node_port("udp", Role::NodePortUdp, "dst", "UDP"),
-                    node_port("sctp", Role::NodePortSctp, "dst,dst", "SCTP"),
+                    format!(
+                        "-m comment --comment \"Kubernetes service load balancer ip + port with \
+                         externalTrafficPolicy=local\" {} dst,dst -j RETURN",
+                        matching(family, Role::LoadBalancerLocal)
+                    ),
+                    "-j KUBE-MARK-MASQ".to_owned(),
                 ],
             ),
+            chain("KUBE-NODE-PORT", node_ports.concat()),
             chain(
                 "KUBE-MARK-MASQ",
                 vec![format!("-j MARK --set-xmark {mark}/{mark}")],

@@ -72,11 +72,21 @@ pub enum Role {
 const SERVING: [Role; 2] = [Role::Serving, Role::Routed];
 
 /// The roles whose entries own the virtual server on their address and port.
-const OWNING: [Role; 4] = [
+const OWNING: [Role; 5] = [
     Role::ClusterIp,
     Role::ExternalIp,
+    Role::ExternalIpLocal,
     Role::LoadBalancer,
     Role::Owned,
+];
+
+/// The roles whose entries take others out of masquerading: so clients keep their address. Each entry stands beside one of
+/// another role, which owns the virtual server or names the same node port.
+const KEEPING: [Role; 4] = [
+    Role::LoadBalancerLocal,
+    Role::NodePortLocalTcp,
+    Role::NodePortLocalUdp,
+    Role::NodePortLocalSctp,
 ];
 
 /// The set entries by which a virtual server is known as ours; each of them is enough. They come
@@ -119,6 +129,50 @@ pub fn serving_entries(server: &VirtualServerKey) -> impl Iterator<Item = Key> +
         .into_iter()
         .flat_map(|entry| SERVING.map(|role| (role, entry)));
     entries.map(move |(role, entry)| Key::Entry(Set { family, role }, entry))
+}
+
+/// What an entry by which clients keep their address goes with: a virtual server, or the entry of the same node port for all
+/// addresses of the node; `None` for an entry of another set.
+#[must_use]
+pub fn kept_with(set: Set, entry: &Entry) -> Option<Key> {
+    let beside = |role| {
+        let family = set.family;
+        Key::Entry(Set { family, role }, *entry)
+    };
+    match *entry {
+        Entry::IpPort(address, protocol, port) if KEEPING.contains(&set.role) => {
+            Some(Key::VirtualServer(VirtualServerKey::Address {
+                address,
+                port,
+                protocol,
+            }))
+        }
+        Entry::Port(_) if set.role == Role::NodePortLocalTcp => Some(beside(Role::NodePortTcp)),
+        Entry::Port(_) if set.role == Role::NodePortLocalUdp => Some(beside(Role::NodePortUdp)),
+        _ => None,
+    }
+}
+
+/// The entries that go with a key by [`kept_with`].
+pub fn keeping_entries(key: &Key) -> impl Iterator<Item = Key> + use<> {
+    let (family, entry) = match *key {
+        Key::VirtualServer(VirtualServerKey::Address {
+            address,
+            port,
+            protocol,
+        }) => {
+            let entry = Entry::IpPort(address, protocol, port);
+            (Family::of(address), Some(entry))
+        }
+        Key::Entry(set, entry @ Entry::Port(_)) => (set.family, Some(entry)),
+        _ => (Family::V4, None),
+    };
+    let key = *key;
+    let entries = entry
+        .into_iter()
+        .flat_map(move |entry| KEEPING.map(|role| (Set { family, role }, entry)));
+    let entries = entries.filter(move |(set, entry)| kept_with(*set, entry) == Some(key));
+    entries.map(|(set, entry)| Key::Entry(set, entry))
 }
 
 /// The virtual server to which a set's entry lets packets pass, `None` for an entry of another set.

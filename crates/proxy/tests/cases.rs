@@ -15,13 +15,15 @@
 mod common;
 #[path = "cases/guard.rs"]
 mod guard;
+#[path = "cases/selection.rs"]
+mod selection;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{World, ip, rs, service, slice, vs};
+use common::{SliceWords, World, ip, rs, service, slice, vs};
 use ipvs_netlink::{Persistence, PersistenceMask, Scheduler};
 use ipvs_proxy_core::model::{Change, NodePortAddresses};
 use ipvs_proxy_core::op::FailureKind;
@@ -54,9 +56,6 @@ fn row(id: &'static str, shows: &'static str, kind: Kind) -> Row {
     Row { id, shows, kind }
 }
 
-const ETP: &str = "externalTrafficPolicy: Local";
-const ITP: &str = "internalTrafficPolicy: Local";
-const HINTS: &str = "topology hints";
 const RANGES: &str = "load balancer source ranges";
 const HEALTH_CHECK: &str = "health check node ports";
 const KERNEL: &str = "a test with the real kernel";
@@ -198,7 +197,30 @@ fn node_ports() -> Vec<Row> {
              100.101.102.104,sctp:3001, 100.101.102.105,sctp:3001",
             ]);
         })),
-        row("5", "an SCTP node port keeps to local endpoints", Waits(ETP)),
+        row("5", "an SCTP node port keeps to local endpoints", Partly(HEALTH_CHECK, || {
+            let mut w = World::new();
+            w.node(&["100.101.102.103"]);
+            let object = service("svc1").cluster_ip("10.20.30.41").sctp(80).node_port(3001);
+            w.put(object.external_local());
+            w.put(slice("svc1").sctp(80).endpoint("10.180.0.1").local().endpoint("10.180.1.1"));
+            w.holds(&[
+                "10.20.30.41:80/sctp -> 10.180.0.1:80, 10.180.1.1:80",
+                "100.101.102.103:3001/sctp -> 10.180.0.1:80",
+                "bound: 10.20.30.41",
+                "KUBE-CLUSTER-IP: 10.20.30.41,sctp:80",
+                "KUBE-NODE-PORT-SCTP-HASH: 100.101.102.103,sctp:3001",
+                "KUBE-NODE-PORT-LOCAL-SCTP-HASH: 100.101.102.103,sctp:3001",
+                "KUBE-LOOP-BACK: 10.180.0.1,sctp:80,10.180.0.1",
+            ]);
+            let rules = w.chain(V4, Table::Nat, "KUBE-NODE-PORT");
+            in_this_order(
+                &rules,
+                &[
+                    "KUBE-NODE-PORT-LOCAL-SCTP-HASH dst,dst -j RETURN",
+                    "KUBE-NODE-PORT-SCTP-HASH dst,dst -j KUBE-MARK-MASQ",
+                ],
+            );
+        })),
         row("6", "an IPv6 node port", Runs(|| {
             let mut w = World::only(V6);
             w.node(&["100.101.102.103", "2001:db8::1:1"]);
@@ -246,7 +268,35 @@ fn node_ports() -> Vec<Row> {
                 "KUBE-6-NODE-PORT-SCTP-HASH: 2001:db8::1:1,sctp:3001, 2001:db8::1:2,sctp:3001",
             ]);
         })),
-        row("10", "node port networks, keeping to local endpoints", Waits(ETP)),
+        row("10", "node port networks, keeping to local endpoints", Partly(HEALTH_CHECK, || {
+            let mut w = World::with(Config {
+                node_port_addresses: networks(&["100.101.102.0/24", "2001:db8::/64"]),
+                ..Config::default()
+            });
+            w.node(&["100.101.102.103", "2001:db8::1", "192.0.2.1"]);
+            let object = service("svc1").cluster_ip("10.20.30.41").tcp(80).node_port(3001);
+            w.put(object.external_local());
+            w.put(slice("svc1").tcp(80).endpoint("10.180.0.1").local().endpoint("10.180.1.1"));
+            w.holds(&[
+                "10.20.30.41:80/tcp -> 10.180.0.1:80, 10.180.1.1:80",
+                "100.101.102.103:3001/tcp -> 10.180.0.1:80",
+                "bound: 10.20.30.41",
+                "KUBE-CLUSTER-IP: 10.20.30.41,tcp:80",
+                "KUBE-NODE-PORT-TCP: 3001",
+                "KUBE-NODE-PORT-LOCAL-TCP: 3001",
+                "KUBE-LOOP-BACK: 10.180.0.1,tcp:80,10.180.0.1",
+            ]);
+            let rules = w.chain(V4, Table::Nat, "KUBE-NODE-PORT");
+            for (protocol, set) in [("tcp", "TCP"), ("udp", "UDP")] {
+                in_this_order(
+                    &rules,
+                    &[
+                        &format!("-p {protocol} -m set --match-set KUBE-NODE-PORT-LOCAL-{set} dst -j RETURN"),
+                        &format!("-p {protocol} -m set --match-set KUBE-NODE-PORT-{set} dst -j KUBE-MARK-MASQ"),
+                    ],
+                );
+            }
+        })),
         row("11", "node port networks that match no address", Runs(|| {
             let mut w = World::with(Config {
                 node_port_addresses: networks(&["192.0.2.0/24"]),
@@ -373,7 +423,25 @@ fn vips() -> Vec<Row> {
                 "KUBE-EXTERNAL-IP: 50.60.70.81,tcp:80",
             ]);
         })),
-        row("18", "an externalIP keeps to local endpoints", Waits(ETP)),
+        row("18", "an externalIP keeps to local endpoints", Runs(|| {
+            let mut w = World::new();
+            let object = service("svc1").cluster_ip("10.20.30.41").external_ip("50.60.70.81");
+            w.put(object.tcp(80).external_local());
+            w.put(slice("svc1").tcp(80).endpoint("10.180.0.1").local().endpoint("10.180.1.1"));
+            w.holds(&[
+                "10.20.30.41:80/tcp -> 10.180.0.1:80, 10.180.1.1:80",
+                "50.60.70.81:80/tcp -> 10.180.0.1:80",
+                "bound: 10.20.30.41, 50.60.70.81",
+                "KUBE-CLUSTER-IP: 10.20.30.41,tcp:80",
+                "KUBE-EXTERNAL-IP-LOCAL: 50.60.70.81,tcp:80",
+                "KUBE-LOOP-BACK: 10.180.0.1,tcp:80,10.180.0.1",
+            ]);
+            // Port maps of container networks stay away from it, and nobody is masqueraded.
+            let rules = w.chain(V4, Table::Nat, "KUBE-SERVICES");
+            let local = rules.iter().filter(|rule| rule.contains("KUBE-EXTERNAL-IP-LOCAL"));
+            let expected = "-m set --match-set KUBE-EXTERNAL-IP-LOCAL dst,dst -j ACCEPT";
+            assert_eq!(local.collect::<Vec<_>>(), [expected]);
+        })),
         row("19", "a load balancer's address; a node without addresses has no node port", Runs(|| {
             let mut w = World::new();
             let object = service("svc1").cluster_ip("10.20.30.41").ingress("1.2.3.4");
@@ -389,13 +457,35 @@ fn vips() -> Vec<Row> {
             in_this_order(
                 &w.chain(V4, Table::Nat, "KUBE-SERVICES"),
                 &[
-                    "KUBE-LOAD-BALANCER dst,dst -j KUBE-MARK-MASQ",
+                    "KUBE-LOAD-BALANCER dst,dst -j KUBE-LOAD-BALANCER",
                     "KUBE-LOAD-BALANCER dst,dst -j ACCEPT",
                     "-j KUBE-NODE-PORT",
                 ],
             );
         })),
-        row("20", "a load balancer's address keeps to local endpoints", Waits(ETP)),
+        row("20", "a load balancer's address keeps to local endpoints",
+            Partly(HEALTH_CHECK, || {
+            let mut w = World::new();
+            let object = service("svc1").cluster_ip("10.20.30.41").ingress("1.2.3.4");
+            w.put(object.tcp(80).node_port(3001).external_local());
+            w.put(slice("svc1").tcp(80).endpoint("10.180.0.1").local().endpoint("10.180.1.1"));
+            w.holds(&[
+                "10.20.30.41:80/tcp -> 10.180.0.1:80, 10.180.1.1:80",
+                "1.2.3.4:80/tcp -> 10.180.0.1:80",
+                "bound: 1.2.3.4, 10.20.30.41",
+                "KUBE-CLUSTER-IP: 10.20.30.41,tcp:80",
+                "KUBE-LOAD-BALANCER: 1.2.3.4,tcp:80",
+                "KUBE-LOAD-BALANCER-LOCAL: 1.2.3.4,tcp:80",
+                "KUBE-LOOP-BACK: 10.180.0.1,tcp:80,10.180.0.1",
+            ]);
+            assert_eq!(
+                w.chain(V4, Table::Nat, "KUBE-LOAD-BALANCER"),
+                [
+                    "-m set --match-set KUBE-LOAD-BALANCER-LOCAL dst,dst -j RETURN",
+                    "-j KUBE-MARK-MASQ",
+                ]
+            );
+        })),
         row("21", "a load balancer's source range", Waits(RANGES)),
         row("22", "a source range that the node is in", Waits(RANGES)),
         row("23", "three kinds of Service at once; ours: constant rules", Runs(|| {
@@ -418,15 +508,15 @@ fn vips() -> Vec<Row> {
                 "KUBE-NODE-PORT-TCP: 3001",
             ]);
             let rules = w.chain(V4, Table::Nat, "KUBE-SERVICES");
-            for (set, flags) in [
-                ("KUBE-CLUSTER-IP", "src,dst"),
-                ("KUBE-EXTERNAL-IP", "dst,dst"),
-                ("KUBE-LOAD-BALANCER", "dst,dst"),
+            for (set, flags, to) in [
+                ("KUBE-CLUSTER-IP", "src,dst", "KUBE-MARK-MASQ"),
+                ("KUBE-EXTERNAL-IP", "dst,dst", "KUBE-MARK-MASQ"),
+                ("KUBE-LOAD-BALANCER", "dst,dst", "KUBE-LOAD-BALANCER"),
             ] {
                 in_this_order(
                     &rules,
                     &[
-                        &format!("{set} {flags} -j KUBE-MARK-MASQ"),
+                        &format!("{set} {flags} -j {to}"),
                         &format!("{set} dst,dst -j ACCEPT"),
                         "-j KUBE-NODE-PORT",
                     ],
@@ -561,8 +651,32 @@ fn endpoints() -> Vec<Row> {
                 "KUBE-CLUSTER-IP: 172.20.1.1,tcp:80",
             ]);
         })),
-        row("34", "internalTrafficPolicy Local, one local", Waits(ITP)),
-        row("35", "internalTrafficPolicy Local, none local", Waits(ITP)),
+        row("34", "internalTrafficPolicy Local, one local", Runs(|| {
+            let mut w = World::new();
+            w.put(service("svc1").cluster_ip("172.20.1.1").tcp(80).internal_local());
+            let three = slice("svc1").tcp(80).endpoint("10.0.1.1").local();
+            w.put(three.endpoint("10.0.1.2").endpoint("10.0.1.3"));
+            w.holds(&[
+                "172.20.1.1:80/tcp -> 10.0.1.1:80",
+                "bound: 172.20.1.1",
+                "KUBE-CLUSTER-IP: 172.20.1.1,tcp:80",
+                "KUBE-LOOP-BACK: 10.0.1.1,tcp:80,10.0.1.1",
+            ]);
+        })),
+        row("35", "internalTrafficPolicy Local, none local; ours: also of a Service reachable from outside",
+            Runs(|| {
+            let mut w = World::new();
+            let object = service("svc1").cluster_ip("172.20.1.1").external_ip("1.2.3.4");
+            w.put(object.tcp(80).internal_local());
+            w.put(slice("svc1").tcp(80).endpoint("10.0.1.1").endpoint("10.0.1.2"));
+            w.holds(&[
+                "172.20.1.1:80/tcp ->",
+                "1.2.3.4:80/tcp -> 10.0.1.1:80, 10.0.1.2:80",
+                "bound: 1.2.3.4, 172.20.1.1",
+                "KUBE-CLUSTER-IP: 172.20.1.1,tcp:80",
+                "KUBE-EXTERNAL-IP: 1.2.3.4,tcp:80",
+            ]);
+        })),
         row("36", "no terminating endpoint serves while there are ready ones", Runs(|| {
             let mut w = World::new();
             w.put(service("svc1").cluster_ip("172.20.1.1").external_ip("1.2.3.4").tcp(80));
@@ -580,7 +694,24 @@ fn endpoints() -> Vec<Row> {
              10.0.1.3,tcp:80,10.0.1.3, 10.0.1.4,tcp:80,10.0.1.4",
             ]);
         })),
-        row("37", "36 with externalTrafficPolicy Local", Waits(ETP)),
+        row("37", "36 with externalTrafficPolicy Local", Runs(|| {
+            let mut w = World::new();
+            let object = service("svc1").cluster_ip("172.20.1.1").external_ip("1.2.3.4");
+            w.put(object.tcp(80).external_local());
+            let mixed = slice("svc1").tcp(80).endpoint("10.0.1.1").local();
+            let mixed = mixed.endpoint("10.0.1.2").local();
+            let mixed = mixed.endpoint("10.0.1.3").local().terminating();
+            w.put(mixed.endpoint("10.0.1.4").local().dying().endpoint("10.0.1.5"));
+            w.holds(&[
+                "172.20.1.1:80/tcp -> 10.0.1.1:80, 10.0.1.2:80, 10.0.1.5:80",
+                "1.2.3.4:80/tcp -> 10.0.1.1:80, 10.0.1.2:80",
+                "bound: 1.2.3.4, 172.20.1.1",
+                "KUBE-CLUSTER-IP: 172.20.1.1,tcp:80",
+                "KUBE-EXTERNAL-IP-LOCAL: 1.2.3.4,tcp:80",
+                "KUBE-LOOP-BACK: 10.0.1.1,tcp:80,10.0.1.1, 10.0.1.2,tcp:80,10.0.1.2, \
+             10.0.1.3,tcp:80,10.0.1.3, 10.0.1.4,tcp:80,10.0.1.4",
+            ]);
+        })),
         row("38", "without a ready endpoint, those that terminate and still serve", Runs(|| {
             let mut w = World::new();
             w.put(service("svc1").cluster_ip("172.20.1.1").external_ip("1.2.3.4").tcp(80));
@@ -598,10 +729,27 @@ fn endpoints() -> Vec<Row> {
              10.0.1.3,tcp:80,10.0.1.3",
             ]);
         })),
-        row("39", "38 with externalTrafficPolicy Local and a ready endpoint elsewhere", Waits(ETP)),
+        row("39", "38 with externalTrafficPolicy Local and a ready endpoint elsewhere", Runs(|| {
+            let mut w = World::new();
+            let object = service("svc1").cluster_ip("172.20.1.1").external_ip("1.2.3.4");
+            w.put(object.tcp(80).external_local());
+            let mixed = slice("svc1").tcp(80).endpoint("10.0.1.1").local().terminating();
+            let mixed = mixed.endpoint("10.0.1.2").local().terminating();
+            let mixed = mixed.endpoint("10.0.1.3").local().dying();
+            w.put(mixed.endpoint("10.0.1.4").terminating().endpoint("10.0.1.5"));
+            w.holds(&[
+                "172.20.1.1:80/tcp -> 10.0.1.5:80",
+                "1.2.3.4:80/tcp -> 10.0.1.1:80, 10.0.1.2:80",
+                "bound: 1.2.3.4, 172.20.1.1",
+                "KUBE-CLUSTER-IP: 172.20.1.1,tcp:80",
+                "KUBE-EXTERNAL-IP-LOCAL: 1.2.3.4,tcp:80",
+                "KUBE-LOOP-BACK: 10.0.1.1,tcp:80,10.0.1.1, 10.0.1.2,tcp:80,10.0.1.2, \
+             10.0.1.3,tcp:80,10.0.1.3",
+            ]);
+        })),
         row("40", "terminating endpoints do not count for the health check", Waits(HEALTH_CHECK)),
         row("41", "the gauge of Services without local endpoints",
-            Waits("both traffic policies Local")),
+            Waits("the gauge itself")),
     ]
 }
 
@@ -1168,6 +1316,20 @@ fn extra() -> Vec<Row> {
         w.ops();
         w
     }
+    /// A Service with 10.180.0.1 and 10.180.0.2, hinted so, on a node in zone a.
+    fn hinted(
+        one: impl Fn(SliceWords) -> SliceWords,
+        two: impl Fn(SliceWords) -> SliceWords,
+        expected: &[&str],
+    ) {
+        let mut w = World::new();
+        w.zone(Some("a"));
+        w.put(service("svc1").cluster_ip("10.20.30.41").tcp(80));
+        let hinted = one(slice("svc1").tcp(80).endpoint("10.180.0.1"));
+        w.put(two(hinted.endpoint("10.180.0.2")));
+        let servers = format!("10.20.30.41:80/tcp -> {}", expected.join(", "));
+        w.holds(&[&servers, VIP[0], VIP[1]]);
+    }
     vec![
         row("E1", "one endpoint in two slices; ours: not terminating, then local", Runs(|| {
             let loop_back = "KUBE-LOOP-BACK: 10.180.0.1,tcp:80,10.180.0.1";
@@ -1195,12 +1357,37 @@ fn extra() -> Vec<Row> {
             Elsewhere("crates/daemon translate tests: the model's endpoints have one address")),
         row("E5", "a slice's port without name or number",
             Elsewhere("crates/daemon translate tests: the model's ports have both")),
-        row("E6", "zone hints on all endpoints", Waits(HINTS)),
-        row("E7", "one endpoint without a zone hint", Waits(HINTS)),
-        row("E8", "no endpoint hinted for this zone", Waits(HINTS)),
-        row("E9", "a node hint before a zone hint", Waits(HINTS)),
-        row("E10", "node hints, none for this node", Waits(HINTS)),
-        row("E11", "hints count on ready endpoints only", Waits(HINTS)),
+        row("E6", "zone hints on all endpoints", Runs(|| {
+            hinted(|s| s.for_zones(&["a"]), |s| s.for_zones(&["b"]), &["10.180.0.1:80"]);
+        })),
+        row("E7", "one endpoint without a zone hint", Runs(|| {
+            hinted(|s| s.for_zones(&["a"]), |s| s, &["10.180.0.1:80", "10.180.0.2:80"]);
+        })),
+        row("E8", "no endpoint hinted for this zone", Runs(|| {
+            let of_b = |s: SliceWords| s.for_zones(&["b"]);
+            hinted(of_b, of_b, &["10.180.0.1:80", "10.180.0.2:80"]);
+        })),
+        row("E9", "a node hint before a zone hint", Runs(|| {
+            hinted(
+                |s| s.for_zones(&["a"]).for_another_node(),
+                |s| s.for_zones(&["b"]).for_this_node(),
+                &["10.180.0.2:80"],
+            );
+        })),
+        row("E10", "node hints, none for this node", Runs(|| {
+            hinted(
+                |s| s.for_zones(&["a"]).for_another_node(),
+                |s| s.for_zones(&["b"]).for_another_node(),
+                &["10.180.0.1:80"],
+            );
+        })),
+        row("E11", "hints count on ready endpoints only", Runs(|| {
+            // The one for this zone is not ready, and another that is not ready has no hint.
+            let not_ready = |s: SliceWords| s.not_ready().endpoint("10.180.0.3").not_ready();
+            let of_b = |s: SliceWords| s.for_zones(&["b"]);
+            hinted(|s| not_ready(s.for_zones(&["a"])), of_b, &["10.180.0.2:80"]);
+            hinted(|s| not_ready(s.for_zones(&["a"])), |s| s.for_zones(&["a"]), &["10.180.0.2:80"]);
+        })),
         row("E12", "a Service stops being ours, and is ours again",
             Partly("the label service-proxy-name itself: crates/daemon translate tests", || {
             let mut w = served();

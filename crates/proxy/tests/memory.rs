@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ipvs_proxy_core::memory::MemoryKernel;
 use ipvs_proxy_core::model::{
-    Change, Endpoint, ObjectName, Service, ServicePort, Slice, SlicePort,
+    Change, Endpoint, Hint, Node, ObjectName, Service, ServicePort, Slice, SlicePort, TrafficPolicy,
 };
 use ipvs_proxy_core::op::Dataplane;
 use ipvs_proxy_core::plan::Config;
@@ -40,6 +40,8 @@ fn service(number: u32) -> Service {
         }],
         affinity_timeout_s: None,
         drain_timeout: None,
+        internal_policy: TrafficPolicy::Cluster,
+        external_policy: TrafficPolicy::Cluster,
     }
 }
 
@@ -50,6 +52,8 @@ fn slice(number: u32, endpoints: u32) -> Slice {
         serving: true,
         terminating: false,
         local: i == 0,
+        node_hint: Hint::Absent,
+        zone_hints: None,
     };
     Slice {
         service: name(number),
@@ -60,6 +64,7 @@ fn slice(number: u32, endpoints: u32) -> Slice {
             port: 8080,
         }],
         endpoints: (0..endpoints).map(endpoint).collect(),
+        zone_hints: Vec::new(),
     }
 }
 
@@ -194,6 +199,22 @@ fn ten_thousand_services_and_one_change() {
     // Trees are a level deeper with a hundred times the keys.
     assert!(large.0 <= small.0 + 16, "{small:?} {large:?}");
     assert!(large.1 <= small.1 * 2, "{small:?} {large:?}");
+
+    // Another zone is nothing to Services whose endpoints have no hints.
+    let (mut planner, _) = settled(1_000);
+    let zone = |zone: &str| {
+        Change::Node(Node {
+            zone: Some(zone.into()),
+            ..Node::default()
+        })
+    };
+    planner.apply(zone("a"));
+    let region = Region::new(ALLOCATOR);
+    planner.apply(zone("b"));
+    let ops = planner.next(Instant::now());
+    let cost = region.change();
+    assert_eq!(ops, []);
+    assert!(cost.allocations < 10, "{cost:?}");
 
     // Ten times the Services: ten times the work and a little, not a hundred times.
     let (few, many) = (

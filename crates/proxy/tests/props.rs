@@ -1,13 +1,14 @@
 //! Random histories of a small cluster against the kernel in memory.
 //!
 //! Whatever the order of changes, failures and restarts: the end is the plan from scratch, what
-//! was there all along was never taken away, parents come before children, and no VIP ever
-//! reaches a socket of the host, not even between two ops.
+//! was there all along was never taken away, parents come before children, no VIP ever
+//! reaches a socket of the host, and no client is sent to an endpoint that can't answer it, not even between two ops.
 
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a test")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::num::NonZeroU16;
 use std::time::{Duration, Instant};
 
 use ipvs_netlink::Scheduler;
@@ -15,7 +16,7 @@ use ipvs_proxy_core::guard::Needed;
 use ipvs_proxy_core::memory::MemoryKernel;
 use ipvs_proxy_core::memory::faults::{BadReading, Fault};
 use ipvs_proxy_core::model::{
-    Change, Endpoint, Node, ObjectName, Service, ServicePort, Slice, SlicePort,
+    Change, Endpoint, Hint, Node, ObjectName, Service, ServicePort, Slice, SlicePort, TrafficPolicy,
 };
 use ipvs_proxy_core::op::{Dataplane, FailureKind, Op, Outcome};
 use ipvs_proxy_core::plan::Config;
@@ -59,6 +60,23 @@ fn protocol() -> impl Strategy<Value = Protocol> {
     ]
 }
 
+fn policy() -> impl Strategy<Value = TrafficPolicy> {
+    prop_oneof![Just(TrafficPolicy::Cluster), Just(TrafficPolicy::Local)]
+}
+
+fn hint() -> impl Strategy<Value = Hint> {
+    prop_oneof![
+        2 => Just(Hint::Absent),
+        1 => Just(Hint::Elsewhere),
+        1 => Just(Hint::Here),
+    ]
+}
+
+/// Zones a and b, or none.
+fn zone_hints() -> impl Strategy<Value = Option<NonZeroU16>> {
+    (0..3_u16).prop_map(NonZeroU16::new)
+}
+
 fn service(index: usize) -> impl Strategy<Value = Service> {
     let port = (
         0..2_usize,
@@ -75,9 +93,10 @@ fn service(index: usize) -> impl Strategy<Value = Service> {
         // Outside addresses clash, too, and may be the node's own.
         prop::collection::vec(0..3_u8, 0..3),
         prop::collection::vec(1..4_u8, 0..2),
+        [policy(), policy()],
     )
         .prop_map(
-            move |(ports, (address, dual), affinity_timeout_s, created, external, lb)| {
+            move |(ports, (address, dual), affinity_timeout_s, created, external, lb, policies)| {
                 let mut cluster_ips = vec![ip(&format!("10.96.0.{address}"))];
                 if dual {
                     cluster_ips.push(ip(&format!("fd96::{address}")));
@@ -103,6 +122,8 @@ fn service(index: usize) -> impl Strategy<Value = Service> {
                     ports: ports.collect(),
                     affinity_timeout_s,
                     drain_timeout: None,
+                    internal_policy: policies[0],
+                    external_policy: policies[1],
                 }
             },
         )
@@ -122,6 +143,8 @@ fn slice() -> impl Strategy<Value = Slice> {
         prop::bool::ANY,
         prop::bool::ANY,
         prop::bool::ANY,
+        hint(),
+        zone_hints(),
     );
     let port = (0..2_usize, protocol(), 8080..8082_u16);
     (
@@ -143,23 +166,30 @@ fn slice() -> impl Strategy<Value = Slice> {
                 .collect(),
             endpoints: endpoints
                 .into_iter()
-                .map(|(last, ready, serving, terminating, local)| Endpoint {
-                    address: ip(&if v6 {
-                        format!("fd44::{last}")
-                    } else {
-                        format!("10.0.0.{last}")
-                    }),
-                    ready,
-                    serving,
-                    terminating,
-                    local,
-                })
+                .map(
+                    |(last, ready, serving, terminating, local, node_hint, zone_hints)| Endpoint {
+                        address: ip(&if v6 {
+                            format!("fd44::{last}")
+                        } else {
+                            format!("10.0.0.{last}")
+                        }),
+                        ready,
+                        serving,
+                        terminating,
+                        local,
+                        node_hint,
+                        zone_hints,
+                    },
+                )
                 .collect(),
+            zone_hints: vec![vec!["a".into()], vec!["b".into()]],
         })
 }
 
 fn change() -> impl Strategy<Value = Change> {
-    let node = prop::collection::btree_set(1..4_u8, 0..3).prop_map(|lasts| {
+    let zone = prop_oneof![Just(None), Just(Some("a".into())), Just(Some("b".into()))];
+    let addresses = prop::collection::btree_set(1..4_u8, 0..3);
+    let node = (addresses, zone).prop_map(|(lasts, zone)| {
         let addresses = lasts
             .into_iter()
             .map(|last| ip(&format!("192.168.0.{last}")))
@@ -167,6 +197,7 @@ fn change() -> impl Strategy<Value = Change> {
         Change::Node(Node {
             addresses,
             primary: Vec::new(),
+            zone,
         })
     });
     let needed = prop::collection::btree_set((0..4_u8, prop::option::of(80..82_u16)), 0..3)
@@ -505,6 +536,8 @@ fn one_port(index: usize) -> Service {
         }],
         affinity_timeout_s: None,
         drain_timeout: None,
+        internal_policy: TrafficPolicy::Cluster,
+        external_policy: TrafficPolicy::Cluster,
     }
 }
 

@@ -5,7 +5,9 @@ use std::rc::Rc;
 
 use ipvs_proxy_core::memory::MemoryKernel;
 use ipvs_proxy_core::memory::faults::BadReading;
-use ipvs_proxy_core::model::{Endpoint, ObjectName, Service, ServicePort, Slice, SlicePort};
+use ipvs_proxy_core::model::{
+    Endpoint, Hint, ObjectName, Service, ServicePort, Slice, SlicePort, TrafficPolicy,
+};
 use ipvs_proxy_core::op::{FailureKind, Finished};
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::state::{State, Value};
@@ -185,6 +187,8 @@ fn service(of: &str, number: u8) -> Change {
             }],
             affinity_timeout_s: None,
             drain_timeout: None,
+            internal_policy: TrafficPolicy::Cluster,
+            external_policy: TrafficPolicy::Cluster,
         }),
     )
 }
@@ -198,6 +202,8 @@ fn endpoints(of: &str, number: u16) -> Change {
             serving: true,
             terminating: false,
             local: false,
+            node_hint: Hint::Absent,
+            zone_hints: None,
         }
     };
     Change::Slice(
@@ -211,6 +217,7 @@ fn endpoints(of: &str, number: u16) -> Change {
                 port: 8080,
             }],
             endpoints: (1..=number).map(endpoint).collect(),
+            zone_hints: Vec::new(),
         }),
     )
 }

@@ -157,7 +157,7 @@ impl Source {
     /// The manifests at `paths`; `-` is standard input, read once. Nothing is read yet.
     ///
     /// `node_name` says which endpoints are local. With `node_addresses`, the Node of that name
-    /// says the node's addresses; it always says its pods' networks.
+    /// says the node's addresses; it always says its zone and its pods' networks.
     #[must_use]
     pub fn new(paths: Vec<PathBuf>, node_name: &str, node_addresses: bool) -> Source {
         Source {
@@ -448,7 +448,11 @@ impl Source {
                 Object::Node(node) => {
                     let mut t = translate::node(&node);
                     if !self.node_addresses {
-                        t.object = Some(model::Node::default());
+                        let zone = t.object.and_then(|node| node.zone);
+                        t.object = Some(model::Node {
+                            zone,
+                            ..model::Node::default()
+                        });
                         t.refusals.clear();
                     }
                     let (networks, refused) = translate::pod_cidrs(&node);
@@ -565,9 +569,8 @@ impl Source {
                 (Key::Slice(name), _) => changes.push(Change::Slice(name, None)),
                 (Key::Node, Value::Node(node)) => {
                     let (node, networks) = &*node;
-                    let node = self.node_addresses.then(|| Change::Node(node.clone()));
                     let some = Some(networks).filter(|networks| !networks.is_empty());
-                    changes.extend(node);
+                    changes.push(Change::Node(node.clone()));
                     changes.extend(some.cloned().map(Change::PodCidrs));
                 }
                 (Key::Node, _) => {}

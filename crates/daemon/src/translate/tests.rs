@@ -69,6 +69,8 @@ spec:
             load_balancer_ips: Vec::new(),
             affinity_timeout_s: Some(10_800),
             drain_timeout: None,
+            internal_policy: model::TrafficPolicy::Cluster,
+            external_policy: model::TrafficPolicy::Cluster,
         })
     );
 }
@@ -465,6 +467,8 @@ endpoints:
         serving,
         terminating,
         local,
+        node_hint: model::Hint::Absent,
+        zone_hints: None,
     };
     assert_eq!(
         object,
@@ -482,6 +486,7 @@ endpoints:
                 endpoint(3, false, true, true, false),
                 endpoint(4, true, false, false, false),
             ],
+            zone_hints: Vec::new(),
         })
     );
 }

@@ -13,7 +13,10 @@ use super::{
 };
 use crate::model::{ObjectName, Service};
 use crate::plan;
-use crate::state::{Key, Role, Value, owned_by, owning_entries, served_by, serving_entries};
+use crate::state::{
+    Key, Role, Value, keeping_entries, kept_with, owned_by, owning_entries, served_by,
+    serving_entries,
+};
 
 /// Two Services claim one virtual server. An address and port that the API server gives to one Service only (a ClusterIP, a node
 /// port) goes before a load balancer's, and that before an external IP, which anybody may ask for; among equals the Service that
@@ -94,7 +97,9 @@ impl Planned {
         let grade = |entry: Key| match entry {
             Key::Entry(set, _) if set.role == Role::ClusterIp => Some(0),
             Key::Entry(set, _) if set.role == Role::LoadBalancer => Some(1),
-            Key::Entry(set, _) if set.role == Role::ExternalIp => Some(2),
+            Key::Entry(set, _) if matches!(set.role, Role::ExternalIp | Role::ExternalIpLocal) => {
+                Some(2)
+            }
             _ => None,
         };
         entries.filter_map(grade).min().unwrap_or(0)
@@ -154,13 +159,15 @@ impl Claims {
 }
 
 /// The key whose claims decide on a key: of real servers, and of the entries by which it is known and reached, their virtual
-/// server.
-fn decides(key: &Key) -> Key {
+/// server; of what keeps the clients' addresses, what it [goes with](kept_with).
+pub(super) fn decides(key: &Key) -> Key {
     match key {
         Key::RealServer(vs, _) => Key::VirtualServer(*vs),
         Key::Entry(set, entry) => owned_by(*set, entry)
             .or_else(|| served_by(*set, entry))
-            .map_or(*key, Key::VirtualServer),
+            .map(Key::VirtualServer)
+            .or_else(|| kept_with(*set, entry))
+            .unwrap_or(*key),
         other => *other,
     }
 }
@@ -169,7 +176,11 @@ fn decides(key: &Key) -> Key {
 fn claimed_anew(key: &Key) -> Option<Key> {
     match key {
         Key::RealServer(..) => None,
-        Key::Entry(set, entry) if served_by(*set, entry).is_some() => None,
+        Key::Entry(set, entry)
+            if served_by(*set, entry).is_some() || kept_with(*set, entry).is_some() =>
+        {
+            None
+        }
         key => Some(decides(key)),
     }
 }
@@ -356,15 +367,10 @@ impl Planner {
         let came: Vec<Key> = touched.iter().filter(|t| t.came()).map(|t| t.key).collect();
         let leaves: Vec<Key> = anew.iter().filter(|key| had(key)).copied().collect();
         let comes: Vec<Key> = anew.iter().filter(|key| has(key)).copied().collect();
-        let servers = anew.iter().filter_map(|key| match key {
-            Key::VirtualServer(vs) => Some(*vs),
-            _ => None,
-        });
-        let servers: Vec<VirtualServerKey> = servers.collect();
-        let standing = servers.iter().map(|vs| (*vs, self.standing(*vs, id)));
-        let before: Vec<(VirtualServerKey, _)> = standing.collect();
-        // What follows a virtual server is its winner's: before and after.
-        let won_before: Vec<Key> = servers.iter().flat_map(|vs| self.followers(*vs)).collect();
+        let standing = anew.iter().map(|key| (*key, self.standing(key, id)));
+        let before: Vec<(Key, _)> = standing.collect();
+        // What follows a key is its winner's: before and after.
+        let won_before: Vec<Key> = anew.iter().flat_map(|key| self.followers(key)).collect();
         for key in leaves {
             let owner = self.owner(&key).filter(|_| !has(&key)).cloned();
             if let Some(record) = self.records.get_mut(&key) {
@@ -396,10 +402,12 @@ impl Planner {
             let record = self.records.entry(key).or_default();
             record.claims.add(id, &key, &self.plans);
         }
-        for (vs, before) in before {
-            if self.standing(vs, id) != before {
-                marks.extend(self.followers(vs));
-                self.note_conflict(vs, id);
+        for (key, before) in before {
+            if self.standing(&key, id) != before {
+                marks.extend(self.followers(&key));
+                if let Key::VirtualServer(vs) = key {
+                    self.note_conflict(vs, id);
+                }
             }
         }
         marks.extend(won_before);
@@ -411,26 +419,23 @@ impl Planner {
         }
     }
 
-    /// Who has a virtual server, and whether this Service claims it.
-    fn standing(&self, vs: VirtualServerKey, id: ServiceId) -> (Option<ServiceId>, bool) {
-        let key = Key::VirtualServer(vs);
-        let first = self
-            .records
-            .get(&key)
-            .and_then(|record| record.claims.first);
+    /// Who has a key, and whether this Service claims it.
+    fn standing(&self, key: &Key, id: ServiceId) -> (Option<ServiceId>, bool) {
+        let first = self.records.get(key).and_then(|record| record.claims.first);
         let planned = self.plans.get(&id);
         (
             first,
-            planned.is_some_and(|planned| planned.get(&key).is_some()),
+            planned.is_some_and(|planned| planned.get(key).is_some()),
         )
     }
 
     /// Notes who goes without a virtual server that this Service has come to claim beside another.
     fn note_conflict(&mut self, vs: VirtualServerKey, id: ServiceId) {
-        let Some(record) = self.records.get(&Key::VirtualServer(vs)) else {
+        let key = Key::VirtualServer(vs);
+        let Some(record) = self.records.get(&key) else {
             return;
         };
-        if !self.standing(vs, id).1 {
+        if !self.standing(&key, id).1 {
             return;
         }
         let claims = &record.claims;
@@ -451,10 +456,13 @@ impl Planner {
         }
     }
 
-    /// All keys on which a virtual server's claims [decide](decides), as far as there is anything to do with them.
-    fn followers(&self, vs: VirtualServerKey) -> Vec<Key> {
-        let mut keys = self.real_servers_of(vs);
-        keys.extend(owning_entries(&vs).chain(serving_entries(&vs)));
+    /// All other keys on which a key's claims [decide](decides), as far as there is anything to do with them.
+    fn followers(&self, key: &Key) -> Vec<Key> {
+        let mut keys: Vec<Key> = keeping_entries(key).collect();
+        if let Key::VirtualServer(vs) = key {
+            keys.extend(self.real_servers_of(*vs));
+            keys.extend(owning_entries(vs).chain(serving_entries(vs)));
+        }
         keys
     }
 

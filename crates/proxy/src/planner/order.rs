@@ -1,13 +1,18 @@
 //! The order of ops: what goes first within a Service, and what an op rests on.
 
+use std::net::IpAddr;
+
 use ipset_rs::Entry;
 use ipvs_netlink::VirtualServerKey;
 use ipvs_proxy_iptables::Table;
-use ipvs_proxy_netlink::Family;
+use ipvs_proxy_netlink::{Family, Protocol};
 
 use super::{Planner, virtual_servers};
 use crate::op::Op;
-use crate::state::{Key, Role, Set, Value, owned_by, owning_entries, served_by, serving_entries};
+use crate::state::{
+    Key, Role, Set, Value, keeping_entries, kept_with, owned_by, owning_entries, served_by,
+    serving_entries,
+};
 
 /// The order of ops within a Service. Appearing: what masquerades and owns, the servers, the
 /// address, then what lets packets in. Disappearing: the other way round.
@@ -42,6 +47,8 @@ pub(super) fn phase(op: &Op) -> Phase {
             Phase::Quiesce
         }
         (Key::Entry(..), false) => Phase::Entries,
+        // What masquerades comes first, and this stands against it.
+        (Key::Entry(set, entry), true) if kept_with(set, &entry).is_some() => Phase::Entries,
         (Key::Entry(..), true) => Phase::DropEntries,
         (Key::VirtualServer(_) | Key::RealServer(..), false) => Phase::Servers,
         (Key::VirtualServer(_) | Key::RealServer(..), true) => Phase::DropServers,
@@ -62,13 +69,23 @@ impl Planner {
             Op::Add(Key::Rules(family, _), _) => Set::all(*family).all(|set| there(Key::Set(set))),
             Op::Add(Key::Entry(set, entry), _) => {
                 self.applied(&Key::Set(*set)) == Some(&Value::Present)
+                    && self
+                        .kept(*set, entry)
+                        .iter()
+                        .all(|vs| self.serves_as_wanted(vs))
                     && served_by(*set, entry).is_none_or(|vs| {
                         there(Key::VirtualServer(vs)) && self.is_bound_as_wanted(&vs)
                     })
             }
+            // Nobody is masqueraded for the moment who is not to be.
             Op::Add(Key::VirtualServer(vs), _) => {
-                owning_entries(vs).all(|key| self.wanted(&key).is_none() || there(key))
+                self.is_masqueraded(vs)
+                    && self
+                        .keeping(vs)
+                        .all(|key| self.wanted(&key).is_none() || there(key))
             }
+            Op::Add(Key::RealServer(vs, _), _)
+            | Op::Update(Key::RealServer(vs, _), Value::RealServer(1..)) => self.is_masqueraded(vs),
             Op::Add(Key::Address(address), _) => {
                 let family = Family::of(*address);
                 let set = Set {
@@ -101,17 +118,83 @@ impl Planner {
             }
             Op::Remove(Key::Entry(set, entry)) => match (set.role, entry) {
                 (Role::IpvsIps, Entry::Ip(address)) => !there(Key::Address(*address)),
+                // What it stands against is to masquerade, or is gone.
+                _ if let Some(with) = kept_with(*set, entry) => {
+                    self.claimed(&with).is_some() || !there(with) || self.is_spared(&with)
+                }
                 // The virtual server is gone, or stays ours by another entry.
                 _ => owned_by(*set, entry).is_none_or(|vs| {
+                    let other = |key| key != op.key() && there(key) && self.claimed(&key).is_some();
                     !there(Key::VirtualServer(vs))
                         || self.is_spared(&Key::VirtualServer(vs))
-                        || owning_entries(&vs).any(|key| {
-                            key != op.key() && there(key) && self.claimed(&key).is_some()
-                        })
+                        || owning_entries(&vs).any(other) && self.serves_as_wanted(&vs)
                 }),
             },
             _ => true,
         }
+    }
+
+    /// Whether the sets know a virtual server as ours, and all its clients are masqueraded who are to be: a real server of
+    /// another node answers only those who are.
+    fn is_masqueraded(&self, vs: &VirtualServerKey) -> bool {
+        let there = |key: &Key| self.applied(key).is_some();
+        owning_entries(vs).all(|key| self.wanted(&key).is_none() || there(&key))
+            && self
+                .keeping(vs)
+                .all(|key| self.wanted(&key).is_some() || !there(&key))
+    }
+
+    /// Whether a virtual server takes new connections to no real server but those that it is to have.
+    fn serves_as_wanted(&self, vs: &VirtualServerKey) -> bool {
+        let mut servers = self.real_servers.of(*vs);
+        self.is_spared(&Key::VirtualServer(*vs))
+            || servers.all(|key| {
+                self.claimed(&key).is_some() || self.applied(&key) == Some(&Value::RealServer(0))
+            })
+    }
+
+    /// The virtual servers whose clients keep their address by an entry.
+    fn kept(&self, set: Set, entry: &Entry) -> Vec<VirtualServerKey> {
+        match (kept_with(set, entry), entry) {
+            (Some(Key::VirtualServer(vs)), _) => vec![vs],
+            (Some(_), Entry::Port(port)) => {
+                let protocol = match set.role {
+                    Role::NodePortLocalUdp => Protocol::Udp,
+                    _ => Protocol::Tcp,
+                };
+                let addresses = self.node.addresses.iter();
+                let addresses = addresses.filter(|a| Family::of(**a) == set.family);
+                let server = |address: &IpAddr| VirtualServerKey::Address {
+                    address: *address,
+                    port: *port,
+                    protocol,
+                };
+                addresses.map(server).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// The entries by which the clients of a virtual server keep their address.
+    fn keeping(&self, vs: &VirtualServerKey) -> impl Iterator<Item = Key> {
+        let node_port = match *vs {
+            VirtualServerKey::Address {
+                address,
+                port,
+                protocol,
+            } if self.node.addresses.contains(&address) => {
+                let family = Family::of(address);
+                let role = match protocol {
+                    Protocol::Tcp => Some(Role::NodePortTcp),
+                    Protocol::Udp => Some(Role::NodePortUdp),
+                    _ => None,
+                };
+                role.map(|role| Key::Entry(Set { family, role }, Entry::Port(port)))
+            }
+            _ => None,
+        };
+        let with = node_port.into_iter().chain([Key::VirtualServer(*vs)]);
+        with.flat_map(|key| keeping_entries(&key))
     }
 
     /// Whether a virtual server's address is on the link, or has its route, where it is to be.

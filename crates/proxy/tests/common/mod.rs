@@ -3,15 +3,18 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
+use std::num::NonZeroU16;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ipset_rs::Entry;
 use ipvs_netlink::{
     PersistenceMask, RealServerKey, Scheduler, SchedulerFlags, VirtualServer, VirtualServerKey,
 };
+use ipvs_proxy_core::endpoints::{Endpoints, Reason};
 use ipvs_proxy_core::memory::MemoryKernel;
 use ipvs_proxy_core::model::{
-    Change, Endpoint, Node, ObjectName, Service, ServicePort, Slice, SlicePort,
+    Change, Endpoint, Hint, Node, ObjectName, Service, ServicePort, Slice, SlicePort, TrafficPolicy,
 };
 use ipvs_proxy_core::op::{Dataplane, Op};
 use ipvs_proxy_core::plan::Config;
@@ -67,6 +70,8 @@ pub(crate) fn service(of: &str) -> ServiceWords {
         ports: Vec::new(),
         affinity_timeout_s: None,
         drain_timeout: None,
+        internal_policy: TrafficPolicy::Cluster,
+        external_policy: TrafficPolicy::Cluster,
     };
     ServiceWords(name(of), object)
 }
@@ -123,6 +128,18 @@ impl ServiceWords {
         self
     }
 
+    /// `internalTrafficPolicy: Local`.
+    pub(crate) fn internal_local(mut self) -> ServiceWords {
+        self.1.internal_policy = TrafficPolicy::Local;
+        self
+    }
+
+    /// `externalTrafficPolicy: Local`.
+    pub(crate) fn external_local(mut self) -> ServiceWords {
+        self.1.external_policy = TrafficPolicy::Local;
+        self
+    }
+
     pub(crate) fn created(mut self, at: i64) -> ServiceWords {
         self.1.created = Some(at);
         self
@@ -149,6 +166,7 @@ pub(crate) fn slice(of: &str) -> SliceWords {
             family: Family::V4,
             ports,
             endpoints,
+            zone_hints: Vec::new(),
         },
     )
 }
@@ -203,6 +221,8 @@ impl SliceWords {
             serving,
             terminating,
             local,
+            node_hint: Hint::Absent,
+            zone_hints: None,
         });
         self
     }
@@ -210,6 +230,24 @@ impl SliceWords {
     /// The last endpoint runs on this node.
     pub(crate) fn local(self) -> SliceWords {
         self.last(|endpoint| endpoint.local = true)
+    }
+
+    /// The last endpoint is hinted for this node.
+    pub(crate) fn for_this_node(self) -> SliceWords {
+        self.last(|endpoint| endpoint.node_hint = Hint::Here)
+    }
+
+    /// The last endpoint is hinted for another node.
+    pub(crate) fn for_another_node(self) -> SliceWords {
+        self.last(|endpoint| endpoint.node_hint = Hint::Elsewhere)
+    }
+
+    /// The last endpoint is hinted for these zones.
+    pub(crate) fn for_zones(mut self, zones: &[&str]) -> SliceWords {
+        let zones = zones.iter().map(|zone| Arc::from(*zone)).collect();
+        self.1.zone_hints.push(zones);
+        let place = NonZeroU16::new(self.1.zone_hints.len().try_into().unwrap());
+        self.last(|endpoint| endpoint.zone_hints = place)
     }
 
     /// The last endpoint takes no connection.
@@ -230,6 +268,21 @@ impl SliceWords {
     fn last(mut self, change: impl FnOnce(&mut Endpoint)) -> SliceWords {
         change(self.1.endpoints.last_mut().unwrap());
         self
+    }
+}
+
+impl SliceWords {
+    /// Why each endpoint of the port `p80` serves it in this zone, or why not.
+    pub(crate) fn reasons(&self, policy: TrafficPolicy, zone: Option<&str>) -> Vec<Reason> {
+        let port = ServicePort {
+            name: "p80".into(),
+            protocol: Protocol::Tcp,
+            port: 80,
+            node_port: None,
+        };
+        let slices = std::iter::once(&self.1);
+        let endpoints = Endpoints::of_port(slices, &port, self.1.family, zone);
+        endpoints.judged(policy).map(|(_, reason)| reason).collect()
     }
 }
 
@@ -277,6 +330,15 @@ impl World {
         self.tell(Change::Node(Node {
             addresses: listed.into_iter().collect(),
             primary,
+            zone: None,
+        }));
+    }
+
+    /// The zone of the node, of whose addresses nothing is said.
+    pub(crate) fn zone(&mut self, zone: Option<&str>) {
+        self.tell(Change::Node(Node {
+            zone: zone.map(Arc::from),
+            ..Node::default()
         }));
     }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use ipvs_netlink::{RealServerKey, VirtualServerKey};
 use ipvs_proxy_core::memory::MemoryKernel;
 use ipvs_proxy_core::model::{
-    Change, Endpoint, Node, ObjectName, Service, ServicePort, Slice, SlicePort,
+    Change, Endpoint, Hint, Node, ObjectName, Service, ServicePort, Slice, SlicePort, TrafficPolicy,
 };
 use ipvs_proxy_core::op::{Dataplane, Op, Outcome, ReadError};
 use ipvs_proxy_core::plan::Config;
@@ -64,6 +64,8 @@ pub(crate) fn service(cluster_ip: &str, ports: &[(&str, Protocol, u16)]) -> Serv
         ports: ports.collect(),
         affinity_timeout_s: None,
         drain_timeout: None,
+        internal_policy: TrafficPolicy::Cluster,
+        external_policy: TrafficPolicy::Cluster,
     }
 }
 
@@ -104,6 +106,7 @@ pub(crate) fn slice(of: &str, ports: &[(&str, Protocol, u16)], endpoints: &[Endp
             .map_or(Family::V4, |e| Family::of(e.address)),
         ports: ports.collect(),
         endpoints: endpoints.to_vec(),
+        zone_hints: Vec::new(),
     }
 }
 
@@ -114,6 +117,8 @@ pub(crate) fn ready(address: &str) -> Endpoint {
         serving: true,
         terminating: false,
         local: false,
+        node_hint: Hint::Absent,
+        zone_hints: None,
     }
 }
 
@@ -162,6 +167,7 @@ pub(crate) fn node(addresses: &[&str]) -> Change {
     Change::Node(Node {
         addresses,
         primary: Vec::new(),
+        zone: None,
     })
 }
 

@@ -300,7 +300,10 @@ fn said(changes: Vec<Change>) -> Vec<String> {
         Change::Service(name, None) => format!("-{}", name.name),
         Change::Slice(name, Some(slice)) => format!("+{} {}", name.name, slice.endpoints.len()),
         Change::Slice(name, None) => format!("-{}", name.name),
-        Change::Node(node) => format!("node {}", node.addresses.len()),
+        Change::Node(node) => match &node.zone {
+            Some(zone) => format!("node {} in {zone}", node.addresses.len()),
+            None => format!("node {}", node.addresses.len()),
+        },
         Change::PodCidrs(networks) => format!("pods {networks:?}"),
         Change::Needed(by, addresses) => format!("{by} {addresses:?}"),
         Change::NodeAddresses(_) | Change::Listeners(_) => {
@@ -555,7 +558,21 @@ fn slices_and_the_own_node() {
     );
     dir.write("n.yaml", &node("n1", "10.0.0.1"));
     let mut source = Source::new(vec![dir.path("n.yaml")], "n1", false);
-    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    assert_eq!(outcome(&mut source), (vec!["node 0".to_owned()], vec![]));
+    // Its zone counts either way, as it changes.
+    let in_zone = |zone: &str| {
+        let labels = format!("{{name: n1, labels: {{topology.kubernetes.io/zone: {zone}}}}}");
+        node("n1", "10.0.0.1").replace("{name: n1}", &labels)
+    };
+    for zone in ["a", "b"] {
+        dir.write("n.yaml", &in_zone(zone));
+        assert_eq!(
+            outcome(&mut source),
+            (vec![format!("node 0 in {zone}")], vec![])
+        );
+    }
+    dir.write("n.yaml", &node("n1", "10.0.0.1"));
+    assert_eq!(outcome(&mut source), (vec!["node 0".to_owned()], vec![]));
     // Its pods' networks count either way, and stay when they are taken out.
     let networks = node("n1", "10.0.0.1").replace(
         "\nstatus",
@@ -563,14 +580,12 @@ fn slices_and_the_own_node() {
     );
     dir.write("n.yaml", &networks);
     let pods = "pods [10.2.1.0/24, fd00:2::/64]".to_owned();
-    assert_eq!(outcome(&mut source), (vec![pods.clone()], vec![]));
+    let node_and_pods = |addresses: u8| vec![format!("node {addresses}"), pods.clone()];
+    assert_eq!(outcome(&mut source), (node_and_pods(0), vec![]));
     let mut both = Source::new(vec![dir.path("n.yaml")], "n1", true);
-    assert_eq!(
-        outcome(&mut both),
-        (vec!["node 1".to_owned(), pods], vec![])
-    );
+    assert_eq!(outcome(&mut both), (node_and_pods(1), vec![]));
     dir.write("n.yaml", &node("n1", "10.0.0.1"));
-    assert_eq!(outcome(&mut source), (vec![], vec![]));
+    assert_eq!(outcome(&mut source), (vec!["node 0".to_owned()], vec![]));
 }
 
 /// A mounted ConfigMap: names are links through `..data`, which is swapped by a rename.

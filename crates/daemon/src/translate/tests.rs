@@ -427,6 +427,130 @@ fn session_affinity() {
     );
 }
 
+#[test]
+fn traffic_policies() {
+    use model::TrafficPolicy::{Cluster, Local};
+    let policies = |spec: &str| {
+        let (object, refusals) = taken(&format!("clusterIP: 10.0.0.1{spec}"));
+        let service = object.unwrap();
+        (service.internal_policy, service.external_policy, refusals)
+    };
+    for none_said in [
+        "",
+        ", internalTrafficPolicy: null",
+        r#", externalTrafficPolicy: """#,
+    ] {
+        assert_eq!(
+            policies(none_said),
+            (Cluster, Cluster, none()),
+            "{none_said}"
+        );
+    }
+    assert_eq!(
+        policies(", internalTrafficPolicy: Local, externalTrafficPolicy: Cluster"),
+        (Local, Cluster, none())
+    );
+    assert_eq!(
+        policies(", internalTrafficPolicy: Cluster, externalTrafficPolicy: Local"),
+        (Cluster, Local, none())
+    );
+    let refusal = |field: &str, value: &str| {
+        format!(
+            "Service default/app1: spec.{field}: \"{value}\" is not Cluster or Local; Cluster is used"
+        )
+    };
+    assert_eq!(
+        policies(", internalTrafficPolicy: local, externalTrafficPolicy: PreferLocal"),
+        (
+            Cluster,
+            Cluster,
+            vec![
+                refusal("internalTrafficPolicy", "local"),
+                refusal("externalTrafficPolicy", "PreferLocal"),
+            ]
+        )
+    );
+}
+
+#[test]
+fn hints() {
+    let hinted = |hints: &[&str]| {
+        let endpoints: Vec<String> = hints
+            .iter()
+            .enumerate()
+            .map(|(i, hints)| format!("{{addresses: [10.1.0.{}], hints: {hints}}}", i + 1))
+            .collect();
+        let endpoints = endpoints.join(", ");
+        let body = format!("addressType: IPv4\nports: []\nendpoints: [{endpoints}]");
+        let (object, refusals) = sliced(OF_WEB, &body);
+        let slice = object.unwrap();
+        let all = slice.endpoints.iter();
+        let places = all.map(|e| (e.node_hint, e.zone_hints.map_or(0, NonZeroU16::get)));
+        let zones = slice.zone_hints.iter().map(|zones| zones.join(" "));
+        (
+            places.collect::<Vec<_>>(),
+            zones.collect::<Vec<_>>(),
+            refusals,
+        )
+    };
+    use model::Hint::{Absent, Elsewhere, Here};
+    // None at all.
+    for empty in [
+        "null",
+        "{}",
+        "{forZones: [], forNodes: []}",
+        "{forZones: null}",
+    ] {
+        assert_eq!(
+            hinted(&[empty]),
+            (vec![(Absent, 0)], vec![], none()),
+            "{empty}"
+        );
+    }
+    // Each list of zones is there once, however it is sorted.
+    assert_eq!(
+        hinted(&[
+            "{forZones: [{name: a}]}",
+            "{forZones: [{name: b}, {name: a}], forNodes: [{name: n2}, {name: n1}]}",
+            "{forZones: [{name: a}], forNodes: [{name: n2}]}",
+            "{forZones: [{name: a}, {name: b}, {name: a}]}",
+            "{forNodes: [{name: N1}]}",
+        ]),
+        (
+            vec![
+                (Absent, 1),
+                (Here, 2),
+                (Elsewhere, 1),
+                (Absent, 2),
+                (Elsewhere, 0)
+            ],
+            vec!["a".to_owned(), "a b".to_owned()],
+            none()
+        )
+    );
+    // More than the API takes are fine.
+    let many: Vec<String> = (0..20).map(|n| format!("{{name: n{n}}}")).collect();
+    let many = many.join(", ");
+    let (places, zones, refusals) =
+        hinted(&[&format!("{{forZones: [{many}], forNodes: [{many}]}}")]);
+    assert_eq!((places, refusals), (vec![(Here, 1)], none()));
+    assert_eq!(zones[0].split(' ').count(), 20);
+    // What can't be read is a hint for nobody.
+    let refusal = |field: &str| {
+        format!(
+            "EndpointSlice ns/s: endpoints[0].hints.{field}.name: \"\" names nothing, so the hint is for nobody"
+        )
+    };
+    assert_eq!(
+        hinted(&["{forZones: [{}, {name: a}], forNodes: [{name: null}]}"]),
+        (
+            vec![(Elsewhere, 1)],
+            vec![" a".to_owned()],
+            vec![refusal("forNodes[0]"), refusal("forZones[0]")]
+        )
+    );
+}
+
 fn sliced(head: &str, body: &str) -> (Option<model::Slice>, Vec<String>) {
     let yaml = format!("metadata: {{name: s, namespace: ns{head}}}\n{body}");
     let t = slice(&object::<EndpointSlice>(&yaml), "n1");
@@ -696,6 +820,22 @@ status:
         node(&object::<Node>("metadata: {name: n1}")).object,
         Some(model::Node::default())
     );
+    let zone = |labels: &str| {
+        let text = format!("metadata: {{name: n1, labels: {labels}}}");
+        node(&object::<Node>(&text)).object.unwrap().zone
+    };
+    assert_eq!(
+        zone("{topology.kubernetes.io/zone: a, topology.kubernetes.io/region: b}"),
+        Some("a".into())
+    );
+    for none_said in [
+        "null",
+        "{}",
+        "{topology.kubernetes.io/region: b}",
+        r#"{topology.kubernetes.io/zone: ""}"#,
+    ] {
+        assert_eq!(zone(none_said), None, "{none_said}");
+    }
 }
 
 #[test]

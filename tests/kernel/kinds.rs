@@ -14,6 +14,7 @@ use crate::scene::{self, CLUSTER_CIDR, NODE_PORT, PORT, TARGET, ready, slices};
 mod addresses;
 mod drains;
 mod flows;
+mod policies;
 mod privilege;
 mod refused;
 mod sctp;

@@ -17,7 +17,7 @@
 //! | 12 | affinity changes while endpoints roll | `row_12` |
 //! | 13 | another scheduler after a restart, with a drain | `row_13` |
 //! | 14 | readiness flaps around the deadline of a drain | `row_14` |
-//! | 16 | externalTrafficPolicy Local without endpoints | waits for traffic policies |
+//! | 16 | traffic policies, zone and hints change while endpoints move and go | `row_16` |
 //! | 18 | a restart over damage of every kind | `row_18` |
 //! | 19 | a crash after every op | `row_19` |
 //! | 21 | tables emptied between two unrelated events | `row_21` |
@@ -34,12 +34,13 @@
 mod world;
 
 use std::collections::BTreeSet;
+use std::num::NonZeroU16;
 use std::time::Duration;
 
 use ipset_rs::Entry;
 use ipvs_netlink::{Persistence, PersistenceMask, Scheduler};
 use ipvs_proxy_core::memory::faults::Fault;
-use ipvs_proxy_core::model::{Change, DrainTimeout, Endpoint, Service};
+use ipvs_proxy_core::model::{Change, DrainTimeout, Endpoint, Service, TrafficPolicy};
 use ipvs_proxy_core::op::{Dataplane, FailureKind, Op};
 use ipvs_proxy_core::plan::Config;
 use ipvs_proxy_core::planner::Planner;
@@ -306,6 +307,82 @@ fn row_10_two_services_claim_one_address_and_port() {
     );
     // Made anew, it is the younger one.
     vary(&before, &[put("s1", of("10.96.0.1", 3, port)), s2_rolls]);
+}
+
+/// With a policy changes who is masqueraded.
+#[test]
+fn row_16_a_traffic_policy_changes_while_endpoints_go() {
+    use TrafficPolicy::{Cluster, Local};
+    const NODE: &str = "192.168.10.11";
+    let of = |policies| {
+        let web = service("10.96.0.20", &[("http", TCP, 80)]);
+        let web = external(balanced(web, &["203.0.113.5"]), &["203.0.113.6"]);
+        put("s", world::policies(node_ports(web, &[30080]), policies))
+    };
+    let (one, two) = (here(ready("10.244.1.1")), ready("10.244.2.2"));
+    let before = [
+        in_zone(NODE, None),
+        of([Cluster, Cluster]),
+        part("s", "a", 8080, &[one, two]),
+    ];
+    vary(&before, &[of([Cluster, Local]), of([Local, Cluster])]);
+    let mut local = before.clone();
+    local[1] = of([Local, Local]);
+    vary(&local, &[of([Cluster, Cluster])]);
+    let terminating = Endpoint {
+        ready: false,
+        terminating: true,
+        ..one
+    };
+    vary(
+        &local,
+        &[
+            part("s", "a", 8080, &[terminating, two]),
+            of([Cluster, Local]),
+            part("s", "a", 8080, &[two]),
+        ],
+    );
+}
+
+/// The same of UDP, whose real servers go at once.
+#[test]
+fn row_16_a_traffic_policy_of_udp_changes() {
+    use TrafficPolicy::{Cluster, Local};
+    let of = |policy| {
+        let dns = external(service("10.96.0.20", &[("dns", UDP, 53)]), &["203.0.113.6"]);
+        let dns = node_ports(balanced(dns, &["203.0.113.5"]), &[30053]);
+        put("s", world::policies(dns, [Cluster, policy]))
+    };
+    let both = [here(ready("10.244.1.1")), ready("10.244.2.2")];
+    let before = [
+        in_zone("192.168.10.11", None),
+        put_slice("a", slice("s", &[("dns", UDP, 53)], &both)),
+        of(Cluster),
+    ];
+    vary(&before, &[of(Local)]);
+    vary(&before, &[of(Local), of(Cluster)]);
+}
+
+#[test]
+fn row_16_the_zone_of_the_node_and_hints_change() {
+    const NODE: &str = "192.168.10.11";
+    let hinted = |address: &str, zone| Endpoint {
+        zone_hints: NonZeroU16::new(zone),
+        ..ready(address)
+    };
+    let slice = |first, second| {
+        let endpoints = [hinted("10.244.1.1", first), hinted("10.244.2.2", second)];
+        let mut slice = slice("s", &[("http", TCP, 8080)], &endpoints);
+        slice.zone_hints = vec![vec!["a".into()], vec!["b".into()]];
+        put_slice("a", slice)
+    };
+    let before = [
+        in_zone(NODE, Some("a")),
+        put("s", http("10.96.0.20")),
+        slice(1, 2),
+    ];
+    vary(&before, &[in_zone(NODE, Some("b")), slice(2, 1)]);
+    vary(&before, &[slice(1, 0), in_zone(NODE, None), slice(2, 2)]);
 }
 
 #[test]

@@ -87,6 +87,29 @@ pub(crate) fn node_ports(mut service: Service, numbers: &[u16]) -> Service {
     service
 }
 
+/// With these traffic policies: internal, external.
+pub(crate) fn policies(mut service: Service, policies: [TrafficPolicy; 2]) -> Service {
+    [service.internal_policy, service.external_policy] = policies;
+    service
+}
+
+/// On this node.
+pub(crate) fn here(endpoint: Endpoint) -> Endpoint {
+    Endpoint {
+        local: true,
+        ..endpoint
+    }
+}
+
+/// A node with this address and zone.
+pub(crate) fn in_zone(address: &str, zone: Option<&str>) -> Change {
+    Change::Node(Node {
+        addresses: [ip(address)].into(),
+        primary: Vec::new(),
+        zone: zone.map(Into::into),
+    })
+}
+
 pub(crate) fn sticky(mut service: Service, timeout_s: Option<u32>) -> Service {
     service.affinity_timeout_s = timeout_s;
     service

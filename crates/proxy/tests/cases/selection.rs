@@ -6,6 +6,9 @@ use ipvs_proxy_core::endpoints::Reason::{
     self, HintedElsewhere, LastResort, NotReady, OtherNode, OtherZone, Ready, Terminating,
 };
 use ipvs_proxy_core::model::TrafficPolicy::{self, Cluster, Local};
+use ipvs_proxy_core::op::FailureKind;
+use ipvs_proxy_core::planner::Planner;
+use ipvs_proxy_core::state::Key;
 
 use crate::common::*;
 
@@ -312,4 +315,83 @@ fn what_changes_of_an_endpoint_or_the_node_is_one_op() {
     assert_eq!(w.ops(), [""; 0]);
     w.put(letters("n2 r1"));
     assert_eq!(w.ops(), [""; 0]);
+}
+
+/// What can't be written holds up what would leave clients without an answer, or without their address.
+#[test]
+fn a_failure_leaves_no_client_without_an_answer() {
+    let of = |external: bool| {
+        let words = service("svc1").cluster_ip("10.20.30.41");
+        let words = match external {
+            true => words.external_ip("1.2.3.4"),
+            false => words.ingress("1.2.3.4"),
+        };
+        words.tcp(80)
+    };
+    let key = |w: &World, text: &str| {
+        let keys = w.kernel.state.keys().map(ToString::to_string);
+        keys.filter(|key| key == text).count() == 1
+    };
+    let server = "real server 10.0.1.2:80 of 1.2.3.4:80/tcp";
+    for external in [true, false] {
+        let (all, kept) = match external {
+            true => ("KUBE-EXTERNAL-IP", "KUBE-EXTERNAL-IP-LOCAL"),
+            false => ("KUBE-LOAD-BALANCER", "KUBE-LOAD-BALANCER-LOCAL"),
+        };
+        let [all, kept] = [all, kept].map(|set| format!("entry 1.2.3.4,tcp:80 of set {set}"));
+        let refuse = |w: &mut World, text: &str| {
+            let mut planner = Planner::new(w.config.clone());
+            planner.apply(of(external).external_local().into());
+            planner.apply(letters("R r").into());
+            let mut keys: Vec<Key> = planner.desired().into_keys().collect();
+            planner.apply(of(external).into());
+            keys.extend(planner.desired().into_keys());
+            let key = keys.into_iter().find(|key| key.to_string() == text);
+            w.kernel.refuse.insert(key.unwrap(), FailureKind::Refused);
+        };
+        let masqueraded = |w: &World| key(w, &all) && (external || !key(w, &kept));
+        // To Local: the other node's real server can't get weight 0.
+        let mut w = World::new();
+        w.put(of(external));
+        w.put(letters("R r"));
+        w.settle();
+        w.connections("1.2.3.4:80/tcp", "10.0.1.2:80", 1);
+        refuse(&mut w, server);
+        w.put(of(external).external_local());
+        w.settle();
+        assert!(masqueraded(&w) && key(&w, server), "external: {external}");
+        w.kernel.refuse.clear();
+        w.pass(Duration::from_secs(60));
+        assert!(!masqueraded(&w) && key(&w, &kept), "external: {external}");
+
+        // Back: what stands against masquerading can't go, or what masquerades can't come.
+        let mut w = World::new();
+        w.put(of(external).external_local());
+        w.put(letters("R r"));
+        w.settle();
+        refuse(&mut w, if external { &all } else { &kept });
+        w.put(of(external));
+        w.settle();
+        assert!(!masqueraded(&w) && !key(&w, server), "external: {external}");
+        w.kernel.refuse.clear();
+        w.pass(Duration::from_secs(60));
+        assert!(masqueraded(&w) && key(&w, server), "external: {external}");
+
+        // New: clients can't keep their address.
+        let mut w = World::new();
+        w.put(letters("R r"));
+        refuse(&mut w, &kept);
+        w.put(of(external).external_local());
+        w.settle();
+        assert!(
+            !key(&w, "virtual server 1.2.3.4:80/tcp"),
+            "external: {external}"
+        );
+        w.kernel.refuse.clear();
+        w.pass(Duration::from_secs(60));
+        assert!(
+            key(&w, "virtual server 1.2.3.4:80/tcp"),
+            "external: {external}"
+        );
+    }
 }

@@ -168,14 +168,15 @@ fn an_address_of_another_node_keeps_its_clients_as_well() {
             "  externalTrafficPolicy: {policy}\n  externalIPs: [{v4}, \"{v6}\"]\n"
         ))
     };
-    let scene = Scene::serving(2, &[0], &of("Local"), &[]);
+    let mut scene = Scene::new(2);
     let other = format!(
         "apiVersion: v1\nkind: Node\nmetadata: {{name: n2}}\nstatus:\n  addresses:\n  \
          - {{type: InternalIP, address: {v4}}}\n  - {{type: InternalIP, address: \"{v6}\"}}\n"
     );
     scene.manifests.write("n2.yaml", &other);
-    let bound = || scene.addresses("kube-ipvs0").contains(&v4);
-    wait_until("the other node's address is routed", || !bound());
+    scene.manifests.write("web.yaml", &of("Local"));
+    scene.endpoints(&[0]);
+    scene.launch(&[]);
     for (policy, seen) in [
         ("Local", pod_addresses(1)),
         ("Cluster", BRIDGE),

@@ -18,6 +18,7 @@ mod events;
 mod foreign;
 mod growth;
 mod health;
+mod herd;
 mod ipset;
 mod iptables;
 mod ipvs;

@@ -84,6 +84,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         Some(name) => name.clone(),
         None => host_name()?,
     };
+    config.node_name = node_name.as_str().into();
     let node = settings.node();
     let from_api = !matches!(settings.objects, Objects::Manifests(_));
     let status = Status::new(

@@ -24,6 +24,9 @@ use crate::state::{Key, Role, Set, State, Value};
 /// networks of [`node_cidrs`](Self::node_cidrs).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
+    /// The name of this node. Real servers come in an order of its own, so that the first connections of many nodes do not all
+    /// go to one endpoint; without a name they come by their addresses.
+    pub node_name: Arc<str>,
     /// The families that are served.
     pub families: Vec<Family>,
     /// The scheduler of every virtual server.
@@ -68,6 +71,7 @@ impl Default for Config {
     /// Both families, round robin, nothing known of the pods' networks.
     fn default() -> Config {
         Config {
+            node_name: "".into(),
             families: Family::ALL.to_vec(),
             scheduler: Scheduler::RoundRobin,
             cluster_cidrs: Vec::new(),

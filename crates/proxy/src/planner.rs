@@ -40,7 +40,7 @@ pub use drains::{DrainNews, DrainStep};
 use claims::{Planned, Record};
 use drains::{Drains, is_udp};
 use failures::Failures;
-use order::{Phase, phase};
+use order::Place;
 use pending::Pending;
 use refusals::Refusals;
 use servers::RealServers;
@@ -342,7 +342,7 @@ impl Planner {
     }
 
     fn round(&mut self, now: Instant) -> Vec<Op> {
-        let mut round: Vec<(Phase, Group, Op)> = Vec::new();
+        let mut round: Vec<(Place, Group, Op)> = Vec::new();
         let mut left = ROUND;
         // The base and the API server's own Service are rounds of their own.
         for group in [BASE, API_SERVER] {
@@ -369,28 +369,31 @@ impl Planner {
                 }
             }
         }
-        round.sort_by_key(|(phase, group, op)| (*phase, *group, op.key()));
+        round.sort_by_key(|(place, group, op)| (place.phase, *group, *place, op.key()));
         round.into_iter().map(|(_, _, op)| op).collect()
     }
 
     /// The ops of a group's first phase that has any, as far as they may cost.
-    fn ops_of(&mut self, group: Group, left: &mut usize, now: Instant) -> Vec<(Phase, Group, Op)> {
+    fn ops_of(&mut self, group: Group, left: &mut usize, now: Instant) -> Vec<(Place, Group, Op)> {
         loop {
             let (mut settled, mut moved, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
-            let mut ops: Vec<(Phase, Group, Op)> = Vec::new();
+            let mut ops: Vec<(Place, Group, Op)> = Vec::new();
             let mut cost = 0;
             let mut added = BTreeSet::new();
             for (at, key) in self.pending.of(group) {
-                if ops.first().is_some_and(|(first, ..)| *first < at) {
+                if ops
+                    .first()
+                    .is_some_and(|(first, ..)| first.phase < at.phase)
+                {
                     break;
                 }
                 let Some(op) = self.op(&key) else {
                     settled.push(key);
                     continue;
                 };
-                let phase = phase(&op);
-                if phase != at {
-                    moved.push((key, phase));
+                let place = self.place(&op);
+                if place != at {
+                    moved.push((key, place));
                     continue;
                 }
                 if let Op::Add(Key::RealServer(vs, _), _) = &op
@@ -411,7 +414,7 @@ impl Planner {
                 if let Op::Add(Key::VirtualServer(vs), _) = op {
                     added.insert(vs);
                 }
-                ops.push((phase, group, op));
+                ops.push((place, group, op));
             }
             for key in settled {
                 self.pending.unmark(&key);
@@ -424,8 +427,8 @@ impl Planner {
                 *left = left.saturating_sub(cost);
                 return ops;
             }
-            for (key, phase) in moved {
-                self.pending.mark(key, group, phase);
+            for (key, place) in moved {
+                self.pending.mark(key, group, place);
             }
         }
     }
@@ -625,8 +628,9 @@ impl Planner {
 
     fn mark(&mut self, key: Key, group: Group) {
         // One that needs nothing is found at once, and settled.
-        let phase = self.op(&key).map_or(Phase::Sets, |op| phase(&op));
-        self.pending.mark(key, group, phase);
+        let op = self.op(&key);
+        let place = op.map_or(Place::FIRST, |op| self.place(&op));
+        self.pending.mark(key, group, place);
     }
 
     /// A virtual server came: its real servers, which [waited](Planner::ops_of) for it, go on.

@@ -133,3 +133,32 @@ fn dh_has_one_endpoint_for_all_clients_of_a_vip() {
         assert_eq!(names.len(), 1, "{vip}: {names:?}");
     }
 }
+
+#[test]
+fn the_first_connections_of_several_nodes_go_to_several_endpoints() {
+    let mut scene = Scene::web(4, &[0, 1, 2, 3], &[]);
+    for scheduler in ["rr", "lc"] {
+        let mut first = |name: &str| {
+            scene.daemon = None;
+            // A node that starts: nobody has connected yet.
+            scene.topology.node().tool("ipvsadm -C");
+            scene.launch(&["--node-name", name, &format!("--scheduler={scheduler}")]);
+            wait_until(&format!("{name} serves"), || {
+                let log = scene.daemon.as_ref().unwrap().log();
+                log.contains("what the objects say is in force")
+            });
+            let outside = scene.topology.outside();
+            outside.enter(|| vips().map(|vip| ASKS.map(|(_, ask)| ask(vip).unwrap().name)))
+        };
+        let nodes: Vec<_> = ["n1", "n2", "n3", "n4", "n5", "n6"].map(&mut first).into();
+        for (family, ask) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let chosen = nodes.iter().map(|firsts| &firsts[family][ask]);
+            let chosen: BTreeSet<&String> = chosen.collect();
+            assert!(chosen.len() >= 2, "{scheduler}: {nodes:?}");
+        }
+        let all: BTreeSet<&String> = nodes.iter().flatten().flatten().collect();
+        assert_eq!(all.len(), 4, "{scheduler}: {nodes:?}");
+        // A node's order is its own.
+        assert_eq!(first("n3"), nodes[2], "{scheduler}");
+    }
+}

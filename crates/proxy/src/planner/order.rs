@@ -1,9 +1,10 @@
 //! The order of ops: what goes first within a Service, and what an op rests on.
 
+use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
 use std::net::IpAddr;
 
 use ipset_rs::Entry;
-use ipvs_netlink::VirtualServerKey;
+use ipvs_netlink::{RealServerKey, Scheduler, VirtualServerKey};
 use ipvs_proxy_iptables::Table;
 use ipvs_proxy_netlink::{Family, Protocol};
 
@@ -34,7 +35,23 @@ pub(super) enum Phase {
     DropSets,
 }
 
-pub(super) fn phase(op: &Op) -> Phase {
+/// Where an op stands among those of its Service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Place {
+    pub(super) phase: Phase,
+    /// Real servers are added in this order, before that of their keys.
+    turn: u32,
+}
+
+impl Place {
+    /// Before all others: of a key that needs no op.
+    pub(super) const FIRST: Place = Place {
+        phase: Phase::Sets,
+        turn: 0,
+    };
+}
+
+fn phase(op: &Op) -> Phase {
     let gone = matches!(op, Op::Remove(_));
     match (op.key(), gone) {
         (Key::Set(_), false) => Phase::Sets,
@@ -61,6 +78,31 @@ pub(super) fn phase(op: &Op) -> Phase {
 }
 
 impl Planner {
+    pub(super) fn place(&self, op: &Op) -> Place {
+        let phase = phase(op);
+        let turn = match op {
+            Op::Add(Key::RealServer(vs, rs), _) => self.turn(*vs, *rs),
+            _ => 0,
+        };
+        Place { phase, turn }
+    }
+
+    /// When a real server is added. The kernel puts each at the head of the virtual server's list (`__ip_vs_update_dest`), and
+    /// its schedulers begin there, or take the first of equals: so the one that is added last gets the first connection. Which
+    /// one that is differs from node to node and from virtual server to virtual server, evenly.
+    fn turn(&self, vs: VirtualServerKey, rs: RealServerKey) -> u32 {
+        let name = &*self.config.node_name;
+        let Some(Value::VirtualServer(server)) = self.claimed(&Key::VirtualServer(vs)) else {
+            return 0;
+        };
+        if name.is_empty() || has_one_order_for_all(server.scheduler) {
+            return 0;
+        }
+        let hash = BuildHasherDefault::<DefaultHasher>::default().hash_one((name, vs, rs));
+        // Behind the virtual server itself.
+        u32::try_from(hash >> 32).map_or(1, |turn| turn.max(1))
+    }
+
     /// Whether what an op rests on is in the kernel (or, for a real server, goes before it in
     /// the same round), and whether nothing rests on what it takes away.
     pub(super) fn may(&self, op: &Op) -> bool {
@@ -225,6 +267,19 @@ impl Planner {
         matches!(op.key(), Key::RealServer(vs, _)
             if self.applied(&Key::VirtualServer(vs)).is_none())
     }
+}
+
+/// Whether all nodes are to choose alike: those that hash give places in their table by the list, and shall send a client to one
+/// endpoint; those that fill one real server before the next begin with the first of the list.
+fn has_one_order_for_all(scheduler: Scheduler) -> bool {
+    matches!(
+        scheduler,
+        Scheduler::SourceHash
+            | Scheduler::DestinationHash
+            | Scheduler::MaglevHash
+            | Scheduler::WeightedFailover
+            | Scheduler::WeightedOverflow
+    )
 }
 
 #[cfg(test)]

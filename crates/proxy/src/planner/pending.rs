@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::Group;
-use super::order::Phase;
+use super::order::Place;
 use crate::state::Key;
 
 /// Groups with fewer pending keys than 2 to the power of this share rounds; one with more has rounds of its own.
@@ -17,7 +17,7 @@ const OLDEST_EVERY: u32 = 4;
 /// The pending keys. See the module's documentation.
 #[derive(Debug, Default)]
 pub(super) struct Pending {
-    keys: BTreeMap<Key, (Group, Phase)>,
+    keys: BTreeMap<Key, (Group, Place)>,
     groups: BTreeMap<Group, Waiting>,
     /// The groups that may have something to do now: by their size, then by their turn.
     queue: BTreeSet<(u32, u64, Group)>,
@@ -34,7 +34,7 @@ pub(super) struct Pending {
 
 #[derive(Debug)]
 struct Waiting {
-    keys: BTreeSet<(Phase, Key)>,
+    keys: BTreeSet<(Place, Key)>,
     /// The binary logarithm of how many these are.
     size: u32,
     turn: u64,
@@ -45,14 +45,14 @@ impl Pending {
         self.keys.contains_key(key)
     }
 
-    /// Adds a key, or moves it to a group that goes before its own, or to another phase.
-    pub(super) fn mark(&mut self, key: Key, group: Group, phase: Phase) {
+    /// Adds a key, or moves it to a group that goes before its own, or to another place.
+    pub(super) fn mark(&mut self, key: Key, group: Group, place: Place) {
         let group = match self.keys.get(&key) {
             Some((known, _)) => group.min(*known),
             None => group,
         };
         self.unmark(&key);
-        self.keys.insert(key, (group, phase));
+        self.keys.insert(key, (group, place));
         let turn = self.turn;
         let waiting = self.groups.entry(group).or_insert_with(|| Waiting {
             keys: BTreeSet::new(),
@@ -62,7 +62,7 @@ impl Pending {
         if waiting.keys.is_empty() {
             self.turn += 1;
         }
-        waiting.keys.insert((phase, key));
+        waiting.keys.insert((place, key));
         if size(&waiting.keys) != waiting.size || self.stuck.contains(&group) {
             self.file(group);
         }
@@ -70,9 +70,9 @@ impl Pending {
 
     /// Takes a key out; the group that it belonged to.
     pub(super) fn unmark(&mut self, key: &Key) -> Option<Group> {
-        let (group, phase) = self.keys.remove(key)?;
+        let (group, place) = self.keys.remove(key)?;
         if let Some(waiting) = self.groups.get_mut(&group) {
-            waiting.keys.remove(&(phase, *key));
+            waiting.keys.remove(&(place, *key));
             if waiting.keys.is_empty() {
                 self.unfile(group);
                 self.groups.remove(&group);
@@ -83,8 +83,8 @@ impl Pending {
         Some(group)
     }
 
-    /// The keys of a group with their phases, the first phase first.
-    pub(super) fn of(&self, group: Group) -> impl Iterator<Item = (Phase, Key)> {
+    /// The keys of a group with their places, the first first.
+    pub(super) fn of(&self, group: Group) -> impl Iterator<Item = (Place, Key)> {
         let waiting = self.groups.get(&group);
         waiting.into_iter().flat_map(|w| w.keys.iter().copied())
     }
@@ -159,6 +159,6 @@ impl Pending {
     }
 }
 
-fn size(keys: &BTreeSet<(Phase, Key)>) -> u32 {
+fn size(keys: &BTreeSet<(Place, Key)>) -> u32 {
     usize::BITS - keys.len().leading_zeros()
 }

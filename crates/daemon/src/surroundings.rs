@@ -287,6 +287,7 @@ mod tests {
             }],
             affinity_timeout_s: None,
             drain_timeout: None,
+            health_check_node_port: None,
         };
         let (mut kernel, now) = (MemoryKernel::new(), Instant::now());
         let mut before = Planner::new(Config::default());

@@ -31,6 +31,7 @@
 mod cluster;
 mod endpoints;
 pub mod guard;
+pub mod health;
 pub mod memory;
 pub mod model;
 pub mod op;

@@ -40,6 +40,7 @@ fn service(number: u32) -> Service {
         }],
         affinity_timeout_s: None,
         drain_timeout: None,
+        health_check_node_port: None,
     }
 }
 

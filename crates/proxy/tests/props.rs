@@ -103,6 +103,7 @@ fn service(index: usize) -> impl Strategy<Value = Service> {
                     ports: ports.collect(),
                     affinity_timeout_s,
                     drain_timeout: None,
+                    health_check_node_port: None,
                 }
             },
         )
@@ -505,6 +506,7 @@ fn one_port(index: usize) -> Service {
         }],
         affinity_timeout_s: None,
         drain_timeout: None,
+        health_check_node_port: None,
     }
 }
 

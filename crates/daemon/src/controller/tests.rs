@@ -185,6 +185,7 @@ fn service(of: &str, number: u8) -> Change {
             }],
             affinity_timeout_s: None,
             drain_timeout: None,
+            health_check_node_port: None,
         }),
     )
 }

@@ -69,6 +69,7 @@ spec:
             load_balancer_ips: Vec::new(),
             affinity_timeout_s: Some(10_800),
             drain_timeout: None,
+            health_check_node_port: None,
         })
     );
 }

@@ -67,6 +67,7 @@ pub(crate) fn service(of: &str) -> ServiceWords {
         ports: Vec::new(),
         affinity_timeout_s: None,
         drain_timeout: None,
+        health_check_node_port: None,
     };
     ServiceWords(name(of), object)
 }
@@ -120,6 +121,12 @@ impl ServiceWords {
 
     pub(crate) fn sticky(mut self, timeout_s: u32) -> ServiceWords {
         self.1.affinity_timeout_s = Some(timeout_s);
+        self
+    }
+
+    /// Load balancers ask there.
+    pub(crate) fn health_check(mut self, port: u16) -> ServiceWords {
+        self.1.health_check_node_port = Some(port);
         self
     }
 
@@ -210,6 +217,11 @@ impl SliceWords {
     /// The last endpoint runs on this node.
     pub(crate) fn local(self) -> SliceWords {
         self.last(|endpoint| endpoint.local = true)
+    }
+
+    /// The last endpoint is on its way out and counts as ready (`publishNotReadyAddresses`).
+    pub(crate) fn published(self) -> SliceWords {
+        self.last(|endpoint| (endpoint.ready, endpoint.terminating) = (true, true))
     }
 
     /// The last endpoint takes no connection.
@@ -379,6 +391,12 @@ impl World {
             .iter()
             .map(|rule| without_comment(rule))
             .collect()
+    }
+
+    /// Works until there is nothing to do now; what the kernel holds then, in the lines of [`World::holds`].
+    pub(crate) fn lines(&mut self) -> BTreeSet<String> {
+        self.settle();
+        lines(&self.kernel.state)
     }
 
     /// Works until there is nothing to do now, then compares all that the kernel holds with

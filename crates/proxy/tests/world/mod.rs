@@ -64,6 +64,7 @@ pub(crate) fn service(cluster_ip: &str, ports: &[(&str, Protocol, u16)]) -> Serv
         ports: ports.collect(),
         affinity_timeout_s: None,
         drain_timeout: None,
+        health_check_node_port: None,
     }
 }
 

@@ -13,12 +13,11 @@ use ipvs_proxy::cli::{Cli, Command};
 use ipvs_proxy::plan::plan;
 
 /// What a line may wait for: things that Services can ask for and that are not there yet.
-const REASONS: [&str; 5] = [
+const REASONS: [&str; 4] = [
     "externalTrafficPolicy",
     "internalTrafficPolicy",
     "topology hints",
     "source ranges",
-    "health check node ports",
 ];
 
 /// Sets that kube-proxy has not.

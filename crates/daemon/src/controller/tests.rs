@@ -75,6 +75,7 @@ impl World {
             drains: None,
             status: Arc::clone(&status),
             surroundings: Surroundings::default(),
+            health_ports: None,
             findings: Some(found),
         };
         let clock: Box<dyn Fn() -> Instant> = {

@@ -12,6 +12,7 @@ use tests::traffic::{Answer, Error, Server, http_get, udp_ask};
 use crate::scene::{self, CLUSTER_CIDR, NODE_PORT, PORT, Stop, TARGET, pod_of, ready, slices};
 
 mod drain;
+mod health_ports;
 mod host;
 mod objects;
 mod paths;

@@ -411,7 +411,8 @@ fn a_rule_of_others_before_ours_is_told_until_ours_is_first_again() {
         assert_eq!(kernel.finished(), []);
         let input = node.tool("iptables-legacy -S INPUT");
         let rules: Vec<&str> = input.lines().skip(1).collect();
-        assert!(rules[0].ends_with("-j KUBE-IPVS-FILTER"), "{input}");
-        assert_eq!(rules[1..], ["-A INPUT -i cbr0 -j ACCEPT"]);
+        assert!(rules[0].ends_with("-j KUBE-NODE-PORT"), "{input}");
+        assert!(rules[1].ends_with("-j KUBE-IPVS-FILTER"), "{input}");
+        assert_eq!(rules[2..], ["-A INPUT -i cbr0 -j ACCEPT"]);
     });
 }

@@ -34,6 +34,7 @@ use crate::hurry::Hurry;
 use crate::manifests;
 use crate::metrics::families_of;
 use crate::report::{Reports, Topic, say};
+use crate::serve::ports::HealthPorts;
 use crate::serve::{Status, unusable};
 use crate::surroundings::Surroundings;
 
@@ -126,6 +127,8 @@ pub struct Settings {
     pub status: Arc<Status>,
     /// What no Service takes.
     pub surroundings: Surroundings,
+    /// Who listens on health check node ports; without it nobody does.
+    pub health_ports: Option<Arc<HealthPorts>>,
     /// Where Events go; `None` without an API server.
     pub findings: Option<mpsc::Sender<Finding>>,
 }
@@ -212,6 +215,9 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         let now = clock();
         if settings.follow_addresses {
             planner.await_node_addresses();
+        }
+        if settings.health_ports.is_some() {
+            planner.await_health_ports();
         }
         Controller {
             planner,
@@ -570,7 +576,9 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
         if !self.adopted || self.planner.in_doubt() || self.settings.stop.load(Ordering::Relaxed) {
             return false;
         }
+        self.note_health_ports(now);
         let step = self.planner.step(&mut self.kernel, &self.clock);
+        self.answer_health_checks(now);
         let conflicts = self.planner.take_conflicts();
         let number = u64::try_from(conflicts.len()).unwrap_or(u64::MAX);
         self.settings.status.metrics.conflicts.inc_by(number);
@@ -606,6 +614,34 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             self.tell_in_force();
         }
         !step.rests
+    }
+
+    /// Takes in which health check node ports are listened on.
+    fn note_health_ports(&mut self, now: Instant) {
+        let ports = self.settings.health_ports.as_ref();
+        for (port, listening) in ports
+            .map(|ports| ports.take_listening())
+            .unwrap_or_default()
+        {
+            self.planner.note_health_port(port, listening.families);
+            if let Some(service) = self.planner.health_port(port) {
+                let error = listening.error.as_deref();
+                self.reports.health_port(service, port, error, now);
+            }
+        }
+    }
+
+    /// Says what is to be answered on health check node ports, now that the kernel has it.
+    fn answer_health_checks(&mut self, now: Instant) {
+        let news = self.planner.take_health_ports();
+        for (port, _) in news.iter().filter(|(_, answer)| answer.is_none()) {
+            self.reports.health_port_over(*port, now);
+        }
+        if let Some(ports) = &self.settings.health_ports
+            && !news.is_empty()
+        {
+            ports.answer(news);
+        }
     }
 
     fn note_ops(&mut self, ops: &[(Op, Outcome)], started: Instant) {

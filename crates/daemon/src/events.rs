@@ -61,6 +61,8 @@ pub enum Reason {
     TooLarge,
     /// The kernel refuses what the object needs, for a minute or longer.
     FailedToProgram,
+    /// A health check node port can't be listened on: kube-proxy's word.
+    FailedToStartServiceHealthcheck,
     /// A sysctl is not as it must be and can't be set.
     FailedToSetSysctl,
     /// The kernel can't be read.
@@ -101,6 +103,7 @@ impl Reason {
             | Reason::TooLarge => "IgnoreField",
             Reason::AddressNotBound => "RouteByMark",
             Reason::FailedToProgram => "ProgramKernel",
+            Reason::FailedToStartServiceHealthcheck => "Listen",
             Reason::FailedToSetSysctl => "SetSysctl",
             Reason::FailedToReadKernel => "ReadKernel",
             Reason::RulesMisplaced => "MoveRules",
@@ -168,6 +171,21 @@ impl Finding {
     }
 }
 
+impl Finding {
+    /// A health check node port of a Service can't be listened on.
+    #[must_use]
+    pub fn health_port(service: &ObjectName, port: u16, error: &str) -> Finding {
+        Finding {
+            object: Object::Service(service.clone()),
+            reason: Reason::FailedToStartServiceHealthcheck,
+            note: format!(
+                "Service {service}: spec.healthCheckNodePort {port} {error}; will be tried again"
+            ),
+            cause: format!("{port}"),
+        }
+    }
+}
+
 impl From<&Conflict> for Finding {
     fn from(conflict: &Conflict) -> Finding {
         Finding {
@@ -188,6 +206,7 @@ impl From<&Refused> for Finding {
                 Cause::VirtualServers(_) | Cause::RealServers(_) => Reason::TooLarge,
                 Cause::Listener => Reason::PortInUse,
                 Cause::Routed => Reason::AddressNotBound,
+                Cause::HealthCheckNodePort => Reason::AddressConflict,
                 _ => Reason::AddressRefused,
             },
             note: refused.to_string(),

@@ -96,6 +96,7 @@ pub struct Metrics {
     pub(crate) unapplied: Float,
     pub(crate) failing: Gauge,
     pub(crate) drains: Gauge,
+    health_ports: Gauges<1>,
     pub(crate) conflicts: Counter,
     pub(crate) sysctls: Gauge,
     pub(crate) config_unusable: Gauge,
@@ -288,6 +289,12 @@ impl Metrics {
                 "draining_real_servers",
                 "Real servers that drain",
                 Gauge::default(),
+            ),
+            health_ports: add(
+                r,
+                "health_check_node_ports",
+                "Health check node ports of Services, by whether all their addresses are listened on",
+                Gauges::default(),
             ),
             conflicts: add(
                 r,
@@ -593,6 +600,16 @@ impl Metrics {
         self.drift
             .get_or_create(&[("action", action)])
             .inc_by(things);
+    }
+
+    /// So many health check node ports are listened on, and so many not, or not on all addresses.
+    pub(crate) fn health_ports(&self, listening: usize, failing: usize) {
+        for (state, number) in [("listening", listening), ("failing", failing)] {
+            let number = i64::try_from(number).unwrap_or(i64::MAX);
+            self.health_ports
+                .get_or_create(&[("state", state)])
+                .set(number);
+        }
     }
 
     /// A part of a Service is not served.

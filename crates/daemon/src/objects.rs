@@ -107,6 +107,7 @@ objects! {
         internal_traffic_policy: String,
         external_traffic_policy: String,
         load_balancer_source_ranges: Vec<String>,
+        health_check_node_port: i32,
     }
     /// A port of a Service.
     ServicePort {

@@ -55,6 +55,8 @@ pub enum Topic {
     Failed,
     /// It no longer does.
     Recovered,
+    /// Health check node ports that can't be listened on.
+    HealthPort,
     /// Real servers that begin to drain, and flows that lead elsewhere.
     Drain,
     /// Real servers that no longer drain.
@@ -75,6 +77,7 @@ impl Topic {
             Topic::Takeover => "takeover",
             Topic::Failed => "failed",
             Topic::Recovered => "recovered",
+            Topic::HealthPort => "health_port",
             Topic::Drain => "drain",
             Topic::DrainEnd => "drain_end",
             Topic::Drift => "drift",
@@ -83,7 +86,7 @@ impl Topic {
 
     /// Whether it is told when such a thing is over; else it is over when it is not told for [`AGAIN`].
     fn ends(self) -> bool {
-        matches!(self, Topic::Refused | Topic::Failed)
+        matches!(self, Topic::Refused | Topic::Failed | Topic::HealthPort)
     }
 }
 

@@ -33,6 +33,7 @@ use crate::events::{self, Finding};
 use crate::init;
 use crate::manifests::{self, Source};
 use crate::place::{LockError, Place};
+use crate::serve::ports::HealthPorts;
 use crate::serve::{self, Listen, Status};
 use crate::surroundings::Surroundings;
 
@@ -102,6 +103,10 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         hard_fail: settings.bind_address_hard_fail,
     };
     serve::start(&status, listen)?;
+    let wake = sender.clone();
+    // When the channel is full, the loop is about to look anyway.
+    let wake = move || drop(wake.try_send(Event::Kernel));
+    let health_ports = HealthPorts::start(&status, listen, wake)?;
     let mut findings = None;
     let mut planner = Planner::new(config);
     let objects = match &settings.objects {
@@ -149,6 +154,7 @@ pub fn run(loaded: &Loaded, flags: &Run) -> Result<()> {
         drains: place.map(|place| Drains::new(&place.file("drains.json"))),
         status,
         surroundings: Surroundings::default(),
+        health_ports: Some(health_ports),
         findings,
     };
     info!(

@@ -4,8 +4,9 @@
 //! |---|---|
 //! | metrics, 127.0.0.1:10249 | `/metrics`, `/healthz` (ok), `/proxyMode`, `/configz` |
 //! | health, 0.0.0.0:10256 | `/healthz`, `/livez`, `/readyz`, each with `?verbose` |
+//! | health check node ports | any: whether this node has endpoints of the Service ([`ports`]) |
 //!
-//! A thread of its own for each answers, from what the loop notes in [`Status`] and, of how full the sets are, from
+//! A thread of its own for each (one for all health check node ports) answers, from what the loop notes in [`Status`] and, of how full the sets are, from
 //! the kernel: an answer never waits for the loop, nor the loop for an answer.
 //!
 //! Whoever connects is served as HTTP/1. Clients hold no more than [`CONNECTIONS`], and keep nobody out: who
@@ -13,6 +14,7 @@
 
 mod accept;
 mod health;
+pub mod ports;
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
@@ -35,8 +37,8 @@ use tracing::{error, info};
 use crate::api::{Kind, NodeFacts};
 use crate::metrics::Metrics;
 
-use accept::accept;
 pub use accept::{CONNECTIONS, CONNECTIONS_OF_ONE, HEADER_TIMEOUT};
+use accept::{Connections, accept};
 pub(crate) use health::unusable;
 pub use health::{Followed, Health, Moment, Question};
 
@@ -392,7 +394,8 @@ async fn serve(
         match tokio::net::TcpListener::from_std(listener) {
             Ok(listener) => {
                 info!(what, %address, "listening");
-                accept(listener, &router).await
+                let connections = Connections::at_most(CONNECTIONS);
+                accept(listener, address.port(), &router, &connections).await
             }
             Err(error) => {
                 error!(what, %address, error = %Causes(&error), "can't listen; will be tried again")

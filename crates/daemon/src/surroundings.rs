@@ -289,6 +289,7 @@ mod tests {
             drain_timeout: None,
             internal_policy: TrafficPolicy::Cluster,
             external_policy: TrafficPolicy::Cluster,
+            health_check_node_port: None,
         };
         let (mut kernel, now) = (MemoryKernel::new(), Instant::now());
         let mut before = Planner::new(Config::default());

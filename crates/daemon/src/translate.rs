@@ -92,6 +92,7 @@ pub fn service(service: &Service) -> Translated<model::Service> {
             let external = ("spec.externalTrafficPolicy", &spec.external_traffic_policy);
             let [internal_policy, external_policy] =
                 [internal, external].map(|(field, text)| policy(field, text, &mut refusals));
+            let health_check_node_port = health_check_node_port(spec, &ports, &mut refusals);
             unsupported(spec, &mut refusals);
             let created = created(&service.metadata, &mut refusals);
             (!cluster_ips.is_empty()).then(|| model::Service {
@@ -105,6 +106,7 @@ pub fn service(service: &Service) -> Translated<model::Service> {
                 drain_timeout: drain_timeout(&service.metadata, &mut refusals),
                 internal_policy,
                 external_policy,
+                health_check_node_port,
             })
         }
         _ => None,
@@ -592,6 +594,26 @@ fn service_ports(spec: &ServiceSpec, refusals: &mut Refusals) -> Vec<model::Serv
         });
     }
     ports
+}
+
+/// Load balancers ask there which keep to nodes with endpoints; for all others it says nothing.
+fn health_check_node_port(
+    spec: &ServiceSpec,
+    ports: &[model::ServicePort],
+    refusals: &mut Refusals,
+) -> Option<u16> {
+    let asked = spec.type_.as_deref() == Some("LoadBalancer")
+        && spec.external_traffic_policy.as_deref() == Some("Local");
+    let number = spec.health_check_node_port;
+    let number = number.filter(|number| asked && *number != 0)?;
+    let field = "spec.healthCheckNodePort";
+    let port = refusals.port(|| field.to_owned(), number)?;
+    let taken = |p: &model::ServicePort| p.protocol == Protocol::Tcp && p.node_port == Some(port);
+    if ports.iter().any(taken) {
+        refusals.add(field, port, "is already a TCP nodePort of this Service");
+        return None;
+    }
+    Some(port)
 }
 
 fn upper(protocol: Protocol) -> String {

@@ -13,7 +13,7 @@ use ipvs_proxy::cli::{Cli, Command};
 use ipvs_proxy::plan::plan;
 
 /// What a line may wait for: things that Services can ask for and that are not there yet.
-const REASONS: [&str; 2] = ["source ranges", "health check node ports"];
+const REASONS: [&str; 1] = ["source ranges"];
 
 /// Sets that kube-proxy has not.
 const OURS: [&str; 8] = [

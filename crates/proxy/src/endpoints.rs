@@ -135,6 +135,13 @@ impl Endpoints {
         local.map(|(key, _)| key)
     }
 
+    /// Those of this node that are ready, which load balancers ask for (KEP-1669: not those that are terminating).
+    pub(crate) fn ready_here(&self) -> impl Iterator<Item = &RealServerKey> {
+        let ready = self.0.iter();
+        let ready = ready.filter(|(_, c)| c.endpoint.local && c.endpoint.ready);
+        ready.map(|(key, _)| key)
+    }
+
     /// Those that take new connections by a policy.
     #[must_use]
     pub fn taken(&self, policy: TrafficPolicy) -> Vec<RealServerKey> {

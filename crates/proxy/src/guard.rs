@@ -85,6 +85,8 @@ pub enum Cause {
     Routed,
     /// A process of the node listens there.
     Listener,
+    /// Another Service comes first that has this health check node port.
+    HealthCheckNodePort,
     /// The Service has more virtual servers than this.
     VirtualServers(usize),
     /// The Service has more real servers, counted for each virtual server, than this.
@@ -103,6 +105,7 @@ impl Cause {
             Cause::Needed => "needed-by-node",
             Cause::Routed => "routed",
             Cause::Listener => "listener",
+            Cause::HealthCheckNodePort => "health-check-node-port",
             Cause::VirtualServers(_) => "virtual-servers",
             Cause::RealServers(_) => "real-servers",
         }
@@ -128,6 +131,7 @@ impl fmt::Display for Cause {
             Cause::Listener => {
                 "is a port of the node on which a process listens (--keep-node-listeners=false gives it away)"
             }
+            Cause::HealthCheckNodePort => "is that of another Service, which comes first",
             Cause::VirtualServers(most) => {
                 return write!(
                     f,

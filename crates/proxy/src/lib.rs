@@ -32,6 +32,7 @@
 mod cluster;
 pub mod endpoints;
 pub mod guard;
+pub mod health;
 pub mod memory;
 pub mod model;
 pub mod op;

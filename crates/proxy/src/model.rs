@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
@@ -80,6 +80,9 @@ pub struct Service {
     /// How long its real servers may drain (annotation `ipvs-proxy.io/drain-timeout`), `None` for
     /// what the process was told.
     pub drain_timeout: Option<DrainTimeout>,
+    /// The port on which load balancers ask this node whether it has endpoints of the Service (`spec.healthCheckNodePort`), where
+    /// they shall know: type LoadBalancer with `externalTrafficPolicy: Local`.
+    pub health_check_node_port: Option<u16>,
 }
 
 /// Which endpoints may serve a client.
@@ -105,18 +108,21 @@ pub enum DrainTimeout {
 }
 
 impl Service {
-    /// It has addresses from outside of the cluster.
+    /// It has addresses from outside of the cluster, or tells load balancers of this node.
     #[must_use]
     pub fn is_external(&self) -> bool {
-        !self.external_ips.is_empty() || !self.load_balancer_ips.is_empty()
+        !self.external_ips.is_empty()
+            || !self.load_balancer_ips.is_empty()
+            || self.health_check_node_port.is_some()
     }
 
-    /// The same without those addresses.
+    /// The same without those addresses and that port.
     #[must_use]
     pub fn without_external(&self) -> Service {
         Service {
             external_ips: Vec::new(),
             load_balancer_ips: Vec::new(),
+            health_check_node_port: None,
             ..self.clone()
         }
     }
@@ -243,18 +249,41 @@ impl NodePortAddresses {
             return false;
         }
         let family = Family::of(address);
-        let mut networks = self
-            .networks
-            .iter()
-            .filter(|net| Family::of(net.addr()) == family)
-            .peekable();
-        let all = networks.peek().is_none() && !self.primary && !self.localhost;
-        all || networks.any(|net| net.contains(&address))
+        self.is_all(family)
+            || self.networks.iter().any(|net| net.contains(&address))
             || self.primary
                 && match self.bind_address {
                     Some(bound) if Family::of(bound) == family => bound == address,
                     _ => node.primary.contains(&address),
                 }
+    }
+
+    /// The addresses of a family on which a process of the node listens to be reached where node ports are: the unspecified one
+    /// for all, else those that are selected, and loopback's where it was asked for.
+    #[must_use]
+    pub fn to_listen_on(&self, family: Family, node: &Node) -> BTreeSet<IpAddr> {
+        let (all, loopback) = match family {
+            Family::V4 => (Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::LOCALHOST.into()),
+            Family::V6 => (Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::LOCALHOST.into()),
+        };
+        if self.is_all(family) {
+            return BTreeSet::from([all]);
+        }
+        let of_family = node.addresses.iter().filter(|a| Family::of(**a) == family);
+        let mut addresses: BTreeSet<IpAddr> = of_family
+            .filter(|address| self.select(**address, node))
+            .copied()
+            .collect();
+        if self.localhost || self.networks.iter().any(|net| net.contains(&loopback)) {
+            addresses.insert(loopback);
+        }
+        addresses
+    }
+
+    fn is_all(&self, family: Family) -> bool {
+        let mut networks = self.networks.iter();
+        let some = networks.any(|net| Family::of(net.addr()) == family);
+        !some && !self.primary && !self.localhost
     }
 }
 

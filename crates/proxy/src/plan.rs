@@ -14,6 +14,7 @@ use ipvs_proxy_netlink::{Family, Protocol};
 
 use crate::endpoints::Endpoints;
 use crate::guard::{Allowed, Cause, Guard, Refused};
+use crate::health::HealthPort;
 use crate::model::{
     DrainTimeout, Node, NodePortAddresses, ObjectName, Service, ServicePort, Slice, TrafficPolicy,
 };
@@ -112,6 +113,8 @@ pub(crate) struct ServicePlan {
     /// Sorted by key, each key once.
     pub(crate) items: Vec<(Key, Value)>,
     pub(crate) refused: Vec<Refused>,
+    /// Its health check node port.
+    pub(crate) health: Option<(u16, HealthPort)>,
 }
 
 /// A port of a Service in one family, with the endpoints that serve it.
@@ -154,6 +157,7 @@ pub(crate) fn plan<'a>(
         refused: BTreeMap::new(),
     };
     let mut served: Vec<Served<'_>> = Vec::new();
+    let mut ready_here: BTreeMap<Family, BTreeSet<IpAddr>> = BTreeMap::new();
     for cluster_ip in &service.cluster_ips {
         let family = Family::of(*cluster_ip);
         if !config.families.contains(&family) {
@@ -171,6 +175,10 @@ pub(crate) fn plan<'a>(
             for key in all.local() {
                 let entry = Entry::IpPortIp(key.address, port.protocol, key.port, key.address);
                 plan.entry(family, Role::LoopBack, entry);
+            }
+            if service.health_check_node_port.is_some() {
+                let ready = all.ready_here().map(|key| key.address);
+                ready_here.entry(family).or_default().extend(ready);
             }
             let port = Served {
                 family,
@@ -212,6 +220,21 @@ pub(crate) fn plan<'a>(
             }
         }
     }
+    let health = service
+        .health_check_node_port
+        .filter(|_| !served.is_empty());
+    let health = health.map(|port| {
+        for Served { family, .. } in &served {
+            plan.entry(*family, Role::HealthCheckNodePort, Entry::Port(port));
+        }
+        let local_endpoints = ready_here.values().map(BTreeSet::len).max();
+        let health = HealthPort {
+            service: name.clone(),
+            addresses: plan.to_listen_on(),
+            local_endpoints: local_endpoints.unwrap_or_default(),
+        };
+        (port, health)
+    });
     plan.items.sort_by_key(|(key, _)| *key);
     plan.items.dedup_by_key(|(key, _)| *key);
     let refused = plan.refused.into_iter();
@@ -224,6 +247,7 @@ pub(crate) fn plan<'a>(
     ServicePlan {
         items: plan.items,
         refused: refused.collect(),
+        health,
     }
 }
 
@@ -350,6 +374,26 @@ impl Plan<'_> {
             }
             _ => self.entry(family, role, entry),
         }
+    }
+
+    /// Where the health check node port is to be reached: as node ports are, and on the addresses of the Service's load balancers,
+    /// which are local here.
+    fn to_listen_on(&self) -> BTreeSet<IpAddr> {
+        let mut all = BTreeSet::new();
+        for family in &self.config.families {
+            let selected = &self.config.node_port_addresses;
+            let addresses = selected.to_listen_on(*family, self.node);
+            if !addresses.iter().any(IpAddr::is_unspecified) {
+                let vips = self.items.iter().filter_map(|(key, _)| match key {
+                    Key::Address(vip) if Family::of(*vip) == *family => Some(*vip),
+                    _ => None,
+                });
+                let balanced = |vip: &IpAddr| self.service.load_balancer_ips.contains(vip);
+                all.extend(vips.filter(balanced));
+            }
+            all.extend(addresses);
+        }
+        all
     }
 
     /// The node ports on each address of the node that serves them.

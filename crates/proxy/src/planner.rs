@@ -28,6 +28,7 @@ use crate::state::{Key, Set, State, Value};
 mod claims;
 mod drains;
 mod failures;
+mod health;
 mod order;
 mod pending;
 mod reading;
@@ -40,6 +41,7 @@ pub use drains::{DrainNews, DrainStep};
 use claims::{Planned, Record};
 use drains::{Drains, is_udp};
 use failures::Failures;
+use health::HealthPorts;
 use order::Place;
 use pending::Pending;
 use refusals::Refusals;
@@ -117,6 +119,7 @@ pub struct Planner {
     held: BTreeSet<Key>,
     conflicts: BTreeSet<Conflict>,
     refusals: Refusals,
+    health: HealthPorts,
     /// By virtual server: the Service that had it and the one that has it now.
     takeovers: BTreeMap<VirtualServerKey, (ObjectName, ObjectName)>,
     /// Keys whose op was given out and has not ended.
@@ -161,6 +164,7 @@ impl Planner {
             held: BTreeSet::new(),
             conflicts: BTreeSet::new(),
             refusals: Refusals::default(),
+            health: HealthPorts::default(),
             takeovers: BTreeMap::new(),
             started: BTreeSet::new(),
             unread: BTreeMap::new(),
@@ -319,8 +323,11 @@ impl Planner {
             let all = [&s.cluster_ips, &s.external_ips, &s.load_balancer_ips];
             all.into_iter().flatten().any(|vip| changed.contains(vip))
         };
-        let concerned =
-            |s: &Service| vips(s) || s.ports.iter().any(|port| port.node_port.is_some());
+        let concerned = |s: &Service| {
+            vips(s)
+                || s.health_check_node_port.is_some()
+                || s.ports.iter().any(|port| port.node_port.is_some())
+        };
         let services = self.cluster.services().filter(|(_, s)| concerned(s));
         touched.extend(services.map(|(name, _)| name.clone()));
         touched
@@ -555,7 +562,11 @@ impl Planner {
     /// What the kernel should hold at a key now: what is claimed, what is held, or a drain.
     fn wanted(&self, key: &Key) -> Option<Value> {
         match self.claimed(key) {
-            Some(value) => Some(value.clone()),
+            Some(value) => match self.health.listens(key) {
+                Some(true) => Some(value.clone()),
+                Some(false) => None,
+                None => self.applied(key).cloned(),
+            },
             None if self.held.contains(key) || self.is_spared(key) => self.applied(key).cloned(),
             None => self.drains_to(key),
         }

@@ -252,6 +252,14 @@ fn filter(config: &Config, family: Family) -> TableRules {
     TableRules {
         table: Table::Filter,
         chains: vec![
+            // Of any state: who refuses by default may have no rule for established connections.
+            chain(
+                "KUBE-NODE-PORT",
+                vec![
+                    "-m comment --comment \"Kubernetes health check node port\" -j ACCEPT"
+                        .to_owned(),
+                ],
+            ),
             chain(
                 "KUBE-IPVS-FILTER",
                 vec![
@@ -276,6 +284,15 @@ fn filter(config: &Config, family: Family) -> TableRules {
             ),
         ],
         jumps: vec![
+            // Before the next: load balancers ask on a VIP, too.
+            Jump {
+                from: "INPUT".to_owned(),
+                rule: format!(
+                    "-p tcp -m comment --comment \"kubernetes health check rules\" {} dst -j KUBE-NODE-PORT",
+                    matching(family, Role::HealthCheckNodePort)
+                ),
+                first: true,
+            },
             Jump {
                 from: "INPUT".to_owned(),
                 rule: format!(

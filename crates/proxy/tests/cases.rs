@@ -15,6 +15,8 @@
 mod common;
 #[path = "cases/guard.rs"]
 mod guard;
+#[path = "cases/health.rs"]
+mod health;
 #[path = "cases/selection.rs"]
 mod selection;
 
@@ -57,7 +59,6 @@ fn row(id: &'static str, shows: &'static str, kind: Kind) -> Row {
 }
 
 const RANGES: &str = "load balancer source ranges";
-const HEALTH_CHECK: &str = "health check node ports";
 const KERNEL: &str = "a test with the real kernel";
 const CONNTRACK: &str = "the deletion from conntrack itself: the data plane's tests";
 
@@ -134,8 +135,7 @@ fn node_ports() -> Vec<Row> {
                 "KUBE-NODE-PORT-TCP: 3001",
             ]);
         })),
-        row("2", "UDP, node ports on 0.0.0.0/0, and the rules that they need",
-            Partly(HEALTH_CHECK, || {
+        row("2", "UDP, node ports on 0.0.0.0/0, and the rules that they need", Runs(|| {
             let mut w = World::with(Config {
                 node_port_addresses: networks(&["0.0.0.0/0"]),
                 ..Config::default()
@@ -150,6 +150,7 @@ fn node_ports() -> Vec<Row> {
                 "KUBE-CLUSTER-IP: 10.20.30.41,udp:80",
                 "KUBE-NODE-PORT-UDP: 3001",
             ]);
+            assert_eq!(w.chain(V4, Table::Filter, "KUBE-NODE-PORT"), ["-j ACCEPT"]);
             let rules = w.chain(V4, Table::Nat, "KUBE-NODE-PORT");
             let udp = "-p udp -m set --match-set KUBE-NODE-PORT-UDP dst -j KUBE-MARK-MASQ";
             assert!(rules.iter().any(|rule| rule == udp), "{rules:#?}");
@@ -197,7 +198,7 @@ fn node_ports() -> Vec<Row> {
              100.101.102.104,sctp:3001, 100.101.102.105,sctp:3001",
             ]);
         })),
-        row("5", "an SCTP node port keeps to local endpoints", Partly(HEALTH_CHECK, || {
+        row("5", "an SCTP node port keeps to local endpoints", Runs(|| {
             let mut w = World::new();
             w.node(&["100.101.102.103"]);
             let object = service("svc1").cluster_ip("10.20.30.41").sctp(80).node_port(3001);
@@ -268,7 +269,7 @@ fn node_ports() -> Vec<Row> {
                 "KUBE-6-NODE-PORT-SCTP-HASH: 2001:db8::1:1,sctp:3001, 2001:db8::1:2,sctp:3001",
             ]);
         })),
-        row("10", "node port networks, keeping to local endpoints", Partly(HEALTH_CHECK, || {
+        row("10", "node port networks, keeping to local endpoints", Runs(|| {
             let mut w = World::with(Config {
                 node_port_addresses: networks(&["100.101.102.0/24", "2001:db8::/64"]),
                 ..Config::default()
@@ -493,7 +494,7 @@ fn vips() -> Vec<Row> {
             );
         })),
         row("20", "a load balancer's address keeps to local endpoints",
-            Partly(HEALTH_CHECK, || {
+            Runs(|| {
             let mut w = World::new();
             let object = service("svc1").cluster_ip("10.20.30.41").ingress("1.2.3.4");
             w.put(object.tcp(80).node_port(3001).external_local());
@@ -554,7 +555,25 @@ fn vips() -> Vec<Row> {
         })),
         row("24", "ipMode Proxy of a load balancer's address",
             Elsewhere("crates/daemon translate tests: the model has the usable addresses only")),
-        row("25", "health check node ports of three Services", Waits(HEALTH_CHECK)),
+        row("25", "health check node ports of three Services", Runs(|| {
+            let mut w = World::new();
+            let svc = |n: u8, port| {
+                let svc = service(&format!("svc{n}")).cluster_ip(&format!("10.20.30.{n}")).tcp(80);
+                svc.health_check(port)
+            };
+            w.put(svc(1, 30001));
+            w.put(svc(2, 30002));
+            w.put(svc(3, 30003));
+            w.holds(&[
+                "10.20.30.1:80/tcp ->",
+                "10.20.30.2:80/tcp ->",
+                "10.20.30.3:80/tcp ->",
+                "bound: 10.20.30.1, 10.20.30.2, 10.20.30.3",
+                "KUBE-CLUSTER-IP: 10.20.30.1,tcp:80, 10.20.30.2,tcp:80, 10.20.30.3,tcp:80",
+                "KUBE-HEALTH-CHECK-NODE-PORT: 30001, 30002, 30003",
+            ]);
+            assert_eq!(w.chain(V4, Table::Filter, "KUBE-NODE-PORT"), ["-j ACCEPT"]);
+        })),
         row("26", "nothing that loopback sends is marked", Runs(|| {
             let mut w = World::new();
             for (family, loopback) in
@@ -776,7 +795,15 @@ fn endpoints() -> Vec<Row> {
              10.0.1.3,tcp:80,10.0.1.3",
             ]);
         })),
-        row("40", "terminating endpoints do not count for the health check", Waits(HEALTH_CHECK)),
+        row("40", "terminating endpoints do not count for the health check", Runs(|| {
+            let mut w = health::asked(30001);
+            let both = slice("svc1").tcp(80).endpoint("10.0.1.1").terminating().local();
+            w.put(both.endpoint("10.0.1.2").dying().local());
+            assert_eq!(health::told(&mut w), ["30001: ns1/svc1 0 on 0.0.0.0, ::"]);
+            // Packets go there all the same.
+            let servers = "172.20.1.1:80/tcp -> 10.0.1.1:80".to_owned();
+            assert!(w.lines().contains(&servers), "{:?}", w.lines());
+        })),
         row("41", "the gauge of Services without local endpoints",
             Waits("the gauge itself")),
     ]
@@ -798,7 +825,7 @@ fn changes() -> Vec<Row> {
         w.holds(&[servers[0], servers[1], VIPS[0], VIPS[1]]);
     }
     vec![
-        row("42", "four Services with twelve ports shrink to one port", Partly(HEALTH_CHECK, || {
+        row("42", "four Services with twelve ports shrink to one port", Runs(|| {
             let mut w = World::new();
             let one = service("one").cluster_ip("172.16.55.4");
             w.put(one.clone().udp(1234).udp(1235).sctp(1236));
@@ -814,7 +841,8 @@ fn changes() -> Vec<Row> {
             let three = service("three").cluster_ip("172.16.55.11").ingress("10.1.2.4");
             w.put(three.udp(8675).node_port(30061).udp(8676).node_port(30062).sctp(8677));
             let four = service("four").cluster_ip("172.16.55.12").ingress("10.1.2.3");
-            w.put(four.udp(8677).node_port(30063).udp(8678).node_port(30064).sctp(8679));
+            let four = four.udp(8677).node_port(30063).udp(8678).node_port(30064).sctp(8679);
+            w.put(four.health_check(345));
             w.holds(&[
         "172.16.55.4:1234/udp ->", "172.16.55.4:1235/udp ->", "172.16.55.4:1236/sctp ->",
         "172.16.55.10:345/udp ->", "172.16.55.10:344/tcp ->", "172.16.55.10:343/sctp ->",
@@ -830,7 +858,9 @@ fn changes() -> Vec<Row> {
          172.16.55.12,sctp:8679",
         "KUBE-LOAD-BALANCER: 10.1.2.3,udp:8677, 10.1.2.3,udp:8678, 10.1.2.3,sctp:8679, \
          10.1.2.4,udp:8675, 10.1.2.4,udp:8676, 10.1.2.4,sctp:8677",
+        "KUBE-HEALTH-CHECK-NODE-PORT: 345",
     ]);
+            assert_eq!(health::told(&mut w), ["345: ns1/four 0 on 0.0.0.0, ::"]);
             w.put(one.udp(1235));
             ["two", "three", "four"].into_iter().for_each(|gone| w.no_service(gone));
             w.holds(&[
@@ -843,7 +873,7 @@ fn changes() -> Vec<Row> {
             Elsewhere("crates/daemon translate tests: the model has no headless Service")),
         row("44", "an ExternalName Service with a clusterIP",
             Elsewhere("crates/daemon translate tests: the model has no ExternalName Service")),
-        row("45", "ClusterIP to LoadBalancer, the same again, and back", Partly(HEALTH_CHECK, || {
+        row("45", "ClusterIP to LoadBalancer, the same again, and back", Runs(|| {
             let mut w = World::new();
             let plain = service("svc1").cluster_ip("172.16.55.4").udp(1234).udp(1235);
             let plain_state = [
@@ -854,7 +884,7 @@ fn changes() -> Vec<Row> {
             ];
             w.put(plain.clone());
             w.holds(&plain_state);
-            let balanced = plain.clone().ingress("1.2.3.4");
+            let balanced = plain.clone().ingress("1.2.3.4").health_check(345);
             w.put(balanced.clone());
             w.holds(&[
                 "172.16.55.4:1234/udp ->",
@@ -864,11 +894,15 @@ fn changes() -> Vec<Row> {
                 "bound: 1.2.3.4, 172.16.55.4",
                 "KUBE-CLUSTER-IP: 172.16.55.4,udp:1234, 172.16.55.4,udp:1235",
                 "KUBE-LOAD-BALANCER: 1.2.3.4,udp:1234, 1.2.3.4,udp:1235",
+                "KUBE-HEALTH-CHECK-NODE-PORT: 345",
             ]);
+            assert_eq!(health::told(&mut w), ["345: ns1/svc1 0 on 0.0.0.0, ::"]);
             w.ops();
             w.put(balanced);
             assert_eq!(w.ops(), NOTHING);
+            assert_eq!(health::told(&mut w), NOTHING);
             w.put(plain);
+            assert_eq!(health::told(&mut w), ["345: closed"]);
             assert!(!w.ops().iter().any(|op| op.contains("172.16.55.4")));
             w.holds(&plain_state);
         })),
@@ -893,9 +927,32 @@ fn changes() -> Vec<Row> {
                 ["172.20.1.1:11/udp -> 10.1.1.1:11", "172.20.1.1:12/udp -> 10.1.1.2:12"],
             );
         })),
-        row("48", "two ports of a local endpoint count once for the health check",
-            Waits(HEALTH_CHECK)),
-        row("49", "local endpoints of several Services for the health check", Waits(HEALTH_CHECK)),
+        row("48", "two ports of a local endpoint count once for the health check", Runs(|| {
+            let mut w = World::new();
+            let svc1 = service("svc1").cluster_ip("172.20.1.1").tcp(80).tcp(443);
+            w.put(svc1.health_check(30001));
+            let pods = |of| slice("svc1").named(of).endpoint("10.0.1.1").local();
+            w.put(pods("a").tcp(80).tcp(443));
+            w.put(pods("b").tcp(443).endpoint("10.0.1.2").local().endpoint("10.0.2.1"));
+            assert_eq!(health::told(&mut w), ["30001: ns1/svc1 2 on 0.0.0.0, ::"]);
+        })),
+        row("49", "local endpoints of several Services for the health check", Runs(|| {
+            let mut w = World::new();
+            for (n, local) in [(1, 0), (2, 1), (3, 2)] {
+                let name = format!("svc{n}");
+                let svc = service(&name).cluster_ip(&format!("172.20.1.{n}")).tcp(80);
+                w.put(if n == 1 { svc } else { svc.health_check(30000 + n) });
+                let mut pods = slice(&name).tcp(80).endpoint("10.0.9.9");
+                for pod in 0..local {
+                    pods = pods.endpoint(&format!("10.0.{n}.{pod}")).local();
+                }
+                w.put(pods);
+            }
+            assert_eq!(
+                health::told(&mut w),
+                ["30002: ns1/svc2 1 on 0.0.0.0, ::", "30003: ns1/svc3 2 on 0.0.0.0, ::"]
+            );
+        })),
         row("50", "none to one endpoint, and one to none: UDP flows are stale",
             Partly(CONNTRACK, || {
             let mut w = World::new();

@@ -42,6 +42,7 @@ fn service(number: u32) -> Service {
         drain_timeout: None,
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
+        health_check_node_port: None,
     }
 }
 

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use ipvs_netlink::Scheduler;
 use ipvs_proxy_core::guard::Needed;
+use ipvs_proxy_core::health::HealthPort;
 use ipvs_proxy_core::memory::MemoryKernel;
 use ipvs_proxy_core::memory::faults::{BadReading, Fault};
 use ipvs_proxy_core::model::{
@@ -93,10 +94,21 @@ fn service(index: usize) -> impl Strategy<Value = Service> {
         // Outside addresses clash, too, and may be the node's own.
         prop::collection::vec(0..3_u8, 0..3),
         prop::collection::vec(1..4_u8, 0..2),
+        // These clash as well.
+        prop::option::of(30010..30012_u16),
         [policy(), policy()],
     )
         .prop_map(
-            move |(ports, (address, dual), affinity_timeout_s, created, external, lb, policies)| {
+            move |(
+                ports,
+                (address, dual),
+                affinity_timeout_s,
+                created,
+                external,
+                lb,
+                health,
+                policies,
+            )| {
                 let mut cluster_ips = vec![ip(&format!("10.96.0.{address}"))];
                 if dual {
                     cluster_ips.push(ip(&format!("fd96::{address}")));
@@ -124,6 +136,7 @@ fn service(index: usize) -> impl Strategy<Value = Service> {
                     drain_timeout: None,
                     internal_policy: policies[0],
                     external_policy: policies[1],
+                    health_check_node_port: health,
                 }
             },
         )
@@ -251,6 +264,8 @@ struct World {
     /// A reading lacked something that was there.
     misread: bool,
     history: Vec<Change>,
+    /// What is answered on health check node ports.
+    answers: BTreeMap<u16, HealthPort>,
 }
 
 impl World {
@@ -263,6 +278,7 @@ impl World {
             adopted: true,
             misread: false,
             history: Vec::new(),
+            answers: BTreeMap::new(),
         }
     }
 
@@ -278,6 +294,7 @@ impl World {
         let now = self.now;
         let step = self.planner.step(&mut self.kernel, &|| now);
         assert_eq!(self.kernel.leaks, []);
+        self.answer();
         for (op, outcome) in &step.ops {
             if let Outcome::Failed(failure) = outcome {
                 let refused = self.kernel.refuse.contains_key(&op.key());
@@ -289,6 +306,16 @@ impl World {
             }
         }
         !step.rests || self.planner.in_doubt()
+    }
+
+    fn answer(&mut self) {
+        for (port, answer) in self.planner.take_health_ports() {
+            let before = match answer {
+                Some(answer) => self.answers.insert(port, answer),
+                None => self.answers.remove(&port),
+            };
+            assert_ne!(before.as_ref(), self.answers.get(&port), "no news");
+        }
     }
 
     fn settle(&mut self) {
@@ -306,6 +333,7 @@ impl World {
             self.planner.apply(change.clone());
         }
         self.adopted = false;
+        self.answers.clear();
         self.read();
     }
 
@@ -438,6 +466,10 @@ proptest! {
         }
         world.finish();
         prop_assert_eq!(&world.kernel.state, &world.wanted());
+        let mut anew = World::new(world.config.clone());
+        world.history.iter().for_each(|c| anew.take(Step::Change(c.clone())));
+        anew.settle();
+        prop_assert_eq!(&world.answers, &anew.answers);
 
         // A second pass, a full reading and a restart write nothing.
         world.kernel.log.clear();
@@ -538,6 +570,7 @@ fn one_port(index: usize) -> Service {
         drain_timeout: None,
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
+        health_check_node_port: None,
     }
 }
 

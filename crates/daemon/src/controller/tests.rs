@@ -77,6 +77,7 @@ impl World {
             drains: None,
             status: Arc::clone(&status),
             surroundings: Surroundings::default(),
+            health_ports: None,
             findings: Some(found),
         };
         let clock: Box<dyn Fn() -> Instant> = {
@@ -189,6 +190,7 @@ fn service(of: &str, number: u8) -> Change {
             drain_timeout: None,
             internal_policy: TrafficPolicy::Cluster,
             external_policy: TrafficPolicy::Cluster,
+            health_check_node_port: None,
         }),
     )
 }

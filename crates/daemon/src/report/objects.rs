@@ -51,6 +51,32 @@ impl Reports {
         }
     }
 
+    /// A health check node port of a Service is listened on, or why it is not, or not on all addresses.
+    pub fn health_port(
+        &mut self,
+        service: &ObjectName,
+        port: u16,
+        error: Option<&str>,
+        now: Instant,
+    ) {
+        let Some(error) = error else {
+            if self.health_port_over(port, now) {
+                say!(self.line(Topic::HealthPort, now), info, %service, port,
+                    "the health check node port is listened on again");
+            }
+            return;
+        };
+        let say = self.about(Topic::HealthPort, &port.to_string(), error, now);
+        say!(say, warn, %service, port, error, "no health check node port; will be tried again");
+        self.find(say, Finding::health_port(service, port, error));
+    }
+
+    /// Nothing stands of a health check node port; whether something did.
+    pub fn health_port_over(&mut self, port: u16, now: Instant) -> bool {
+        self.end(Topic::HealthPort, &port.to_string(), now)
+            .is_some()
+    }
+
     /// What of objects can't be used: all that there is to say of those that changed, each with the place
     /// where it stands in a file. What is not said again of an object that changed is over.
     pub fn refused(

@@ -3,8 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use axum::Router;
@@ -16,7 +16,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::AbortHandle;
 use tower::Service as _;
 
-/// The most connections that are open on an address.
+/// The most connections that are open on a port.
 pub const CONNECTIONS: usize = 64;
 /// The most of them that one source holds: an IPv4 address, or a network of IPv6 with 64 bits.
 pub const CONNECTIONS_OF_ONE: usize = 16;
@@ -28,6 +28,8 @@ const GRACE: Duration = Duration::from_millis(100);
 /// An open connection.
 #[derive(Debug)]
 struct Connection {
+    /// The port of ours that it came to.
+    port: u16,
     source: IpAddr,
     /// From an address of the node to itself, as kubelet's probes are.
     own: bool,
@@ -37,21 +39,59 @@ struct Connection {
     task: AbortHandle,
 }
 
-/// Serves those who connect, each by a task of its own.
-pub(super) async fn accept(mut listener: TcpListener, router: &Router) -> ! {
-    let mut open = Vec::<Connection>::new();
+/// The open connections of all ports that share a bound.
+#[derive(Debug)]
+pub(super) struct Connections {
+    open: Mutex<Vec<Connection>>,
+    most: usize,
+}
+
+impl Connections {
+    /// None yet, and never more than this.
+    pub(super) fn at_most(most: usize) -> Connections {
+        Connections {
+            open: Mutex::default(),
+            most,
+        }
+    }
+
+    /// Ends those of a port that is closed.
+    pub(super) fn end(&self, port: u16) {
+        for closed in self.open().extract_if(.., |open| open.port == port) {
+            closed.task.abort();
+        }
+    }
+
+    /// Adds one; others end to make room for it.
+    fn add(&self, connection: Connection) {
+        let mut open = self.open();
+        open.retain(|connection| !connection.task.is_finished());
+        while let Some(victim) = victim(&open, &connection, self.most) {
+            open.swap_remove(victim).task.abort();
+        }
+        open.push(connection);
+    }
+
+    fn open(&self) -> MutexGuard<'_, Vec<Connection>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Serves those who connect to a port, each by a task of its own.
+pub(super) async fn accept(
+    mut listener: TcpListener,
+    port: u16,
+    router: &Router,
+    connections: &Connections,
+) -> ! {
     loop {
         // Where the process has no descriptor left, this waits for one.
         let (stream, peer) = Listener::accept(&mut listener).await;
-        let source = source(peer.ip());
-        open.retain(|connection| !connection.task.is_finished());
-        while let Some(victim) = victim(&open, source, Instant::now()) {
-            open.swap_remove(victim).task.abort();
-        }
         let own = stream.local_addr().is_ok_and(|own| own.ip() == peer.ip());
         let asks = Arc::new(AtomicBool::new(false));
-        open.push(Connection {
-            source,
+        connections.add(Connection {
+            port,
+            source: source(peer.ip()),
             own,
             since: Instant::now(),
             asks: Arc::clone(&asks),
@@ -91,33 +131,37 @@ fn source(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Which connection makes room for one from this source, if there is none: its own, when it has as many as one may have;
-/// else one of those who have the most, before that one that asks nothing, before that the oldest. What comes from the node
-/// itself goes last.
-fn victim(open: &[Connection], from: IpAddr, now: Instant) -> Option<usize> {
+/// Which connection makes room for a new one, if there is none: one of its source on its port, when that has as many as one may
+/// have; else one of its port, when that has as many as a port may have; else any. Of these one of those who have the most, before
+/// that one that asks nothing, before that the oldest. What comes from the node itself goes last.
+fn victim(open: &[Connection], new: &Connection, most: usize) -> Option<usize> {
+    let of_port = |other: &Connection| other.port == new.port;
+    let of_one = |other: &Connection| of_port(other) && other.source == new.source;
+    let number = |which: &dyn Fn(&Connection) -> bool| open.iter().filter(|c| which(c)).count();
+    let which: &dyn Fn(&Connection) -> bool = if number(&of_one) >= CONNECTIONS_OF_ONE {
+        &of_one
+    } else if number(&of_port) >= CONNECTIONS {
+        &of_port
+    } else if open.len() >= most {
+        &|_| true
+    } else {
+        return None;
+    };
+    let candidates = || open.iter().enumerate().filter(|(_, c)| which(c));
     let mut of = HashMap::<IpAddr, usize>::new();
-    for connection in open {
+    for (_, connection) in candidates() {
         *of.entry(connection.source).or_default() += 1;
     }
-    let number = |source: &IpAddr| of.get(source).copied().unwrap_or_default();
-    let full = number(&from) >= CONNECTIONS_OF_ONE;
-    if !full && open.len() < CONNECTIONS {
-        return None;
-    }
-    let candidates = open
-        .iter()
-        .enumerate()
-        .filter(|(_, connection)| !full || connection.source == from);
     let order = |connection: &Connection| {
         let silent = !connection.asks.load(Ordering::Relaxed)
-            && now.saturating_duration_since(connection.since) >= GRACE;
+            && new.since.saturating_duration_since(connection.since) >= GRACE;
         (
             connection.own,
-            Reverse(number(&connection.source)),
+            Reverse(of.get(&connection.source).copied().unwrap_or_default()),
             !silent,
             connection.since,
         )
     };
-    let victim = candidates.min_by_key(|(_, connection)| order(connection));
+    let victim = candidates().min_by_key(|(_, connection)| order(connection));
     victim.map(|(index, _)| index)
 }

@@ -147,6 +147,14 @@ impl Health {
         checks.all(|check| !check.counts || check.fault.is_none())
     }
 
+    /// The same whatever the Node says: kube-proxy's `healthy`.
+    #[must_use]
+    pub fn works(&self, question: Question, now: Moment) -> bool {
+        let mut eligible = self.clone();
+        eligible.ineligible = None;
+        eligible.is(question, now)
+    }
+
     /// How long the oldest change waits that is not in the kernel, those that fail included.
     #[must_use]
     pub fn oldest_unapplied(&self, now: Moment) -> Duration {
@@ -264,10 +272,7 @@ impl Health {
     /// is eligible.
     #[must_use]
     pub fn body(&self, question: Question, now: Moment) -> Value {
-        // kube-proxy's `healthy` leaves the node aside, as /livez does.
-        let mut eligible = self.clone();
-        eligible.ineligible = None;
-        let healthy = eligible.is(question, now);
+        let healthy = self.works(question, now);
         let last = match healthy {
             true => now.wall,
             false => self.applied.unwrap_or(self.started.wall),

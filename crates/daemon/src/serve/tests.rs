@@ -41,7 +41,8 @@ impl Server {
                     .unwrap();
                 runtime.block_on(async {
                     let listener = tokio::net::TcpListener::from_std(listener).unwrap();
-                    super::accept(listener, &router).await;
+                    let connections = super::Connections::at_most(super::CONNECTIONS);
+                    super::accept(listener, address.port(), &router, &connections).await;
                 });
             });
             address

@@ -27,6 +27,66 @@ fn none() -> Vec<String> {
 }
 
 #[test]
+fn a_health_check_node_port_is_a_load_balancers_that_keeps_to_the_node() {
+    let all = "type: LoadBalancer, externalTrafficPolicy: Local";
+    for (fields, kept, refused) in [
+        (
+            format!("{all}, healthCheckNodePort: 30000"),
+            Some(30000),
+            None,
+        ),
+        (all.to_owned(), None, None),
+        (format!("{all}, healthCheckNodePort: 0"), None, None),
+        (format!("{all}, healthCheckNodePort: null"), None, None),
+        (
+            "type: LoadBalancer, healthCheckNodePort: 30000".to_owned(),
+            None,
+            None,
+        ),
+        (
+            "type: NodePort, externalTrafficPolicy: Local, healthCheckNodePort: 70000".to_owned(),
+            None,
+            None,
+        ),
+        (
+            format!("{all}, healthCheckNodePort: 65536"),
+            None,
+            Some("65536 is not a port (1 to 65535)"),
+        ),
+        (
+            format!("{all}, healthCheckNodePort: -1"),
+            None,
+            Some("-1 is not a port (1 to 65535)"),
+        ),
+        (
+            format!("{all}, healthCheckNodePort: 30080"),
+            None,
+            Some("30080 is already a TCP nodePort of this Service"),
+        ),
+        (
+            format!("{all}, healthCheckNodePort: 30053, allocateLoadBalancerNodePorts: false"),
+            Some(30053),
+            None,
+        ),
+    ] {
+        let service = service(&object::<Service>(&format!(
+            "metadata: {{name: web}}\nspec: {{clusterIP: 10.96.0.10, {fields}, ports: [\
+             {{name: a, port: 80, nodePort: 30080}}, \
+             {{name: b, port: 53, protocol: UDP, nodePort: 30053}}]}}"
+        )));
+        let port = service.object.unwrap().health_check_node_port;
+        assert_eq!(port, kept, "{fields}");
+        let told: Vec<String> = service.refusals.iter().map(ToString::to_string).collect();
+        let of_port = told
+            .iter()
+            .find(|line| line.contains("healthCheckNodePort"));
+        let refused =
+            refused.map(|why| format!("Service default/web: spec.healthCheckNodePort: {why}"));
+        assert_eq!(of_port, refused.as_ref());
+    }
+}
+
+#[test]
 fn a_whole_service() {
     let service = service(&object::<Service>(
         r#"
@@ -71,6 +131,7 @@ spec:
             drain_timeout: None,
             internal_policy: model::TrafficPolicy::Cluster,
             external_policy: model::TrafficPolicy::Cluster,
+            health_check_node_port: None,
         })
     );
 }

@@ -59,12 +59,15 @@ impl fmt::Display for Takeover {
     }
 }
 
+/// Whether a Service has no creation time, that time, and its UID.
+pub(super) type Rank = (bool, i64, Arc<str>);
+
 #[derive(Debug)]
 pub(super) struct Planned {
     pub(super) name: ObjectName,
     /// Creation time and UID: what decides between claims, with the name as the last resort.
     /// Services that have no creation time come last.
-    pub(super) rank: (bool, i64, Arc<str>),
+    pub(super) rank: Rank,
     // Side by side, they take no room for alignment.
     keys: Box<[Key]>,
     values: Box<[Value]>,
@@ -337,7 +340,8 @@ impl Planner {
         });
         let refused = planned.as_ref().map(|plan| &*plan.refused);
         self.refusals.note(&name, refused);
-        let items = planned.map_or_else(Vec::new, |plan| plan.items);
+        let (items, health) =
+            planned.map_or_else(Default::default, |plan| (plan.items, plan.health));
         let rank = service
             .map(|s| (s.created.is_none(), s.created.unwrap_or(0), s.uid.clone()))
             .unwrap_or_default();
@@ -347,6 +351,10 @@ impl Planner {
             None if gone => return,
             None => self.new_id(&name),
         };
+        let order = (rank.clone(), name.clone());
+        if let Some(refused) = self.health.plan(id, order, health) {
+            self.refusals.note_more(refused);
+        }
         let old = self.plans.get(&id);
         let touched = differing(
             old.into_iter().flat_map(Planned::items),

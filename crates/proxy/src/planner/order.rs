@@ -56,10 +56,14 @@ fn phase(op: &Op) -> Phase {
     match (op.key(), gone) {
         (Key::Set(_), false) => Phase::Sets,
         (Key::Rules(..) | Key::Link, false) => Phase::Rules,
-        (Key::Entry(set, entry), _) if served_by(set, &entry).is_some() => match gone {
-            false => Phase::Accept,
-            true => Phase::Refuse,
-        },
+        (Key::Entry(set, entry), _)
+            if served_by(set, &entry).is_some() || set.role == Role::HealthCheckNodePort =>
+        {
+            match gone {
+                false => Phase::Accept,
+                true => Phase::Refuse,
+            }
+        }
         (Key::RealServer(..), false) if matches!(op, Op::Update(_, Value::RealServer(0))) => {
             Phase::Quiesce
         }

@@ -83,6 +83,11 @@ impl Pending {
         Some(group)
     }
 
+    /// Whether something of a group waits for its op.
+    pub(super) fn has(&self, group: Group) -> bool {
+        self.groups.contains_key(&group)
+    }
+
     /// The keys of a group with their places, the first first.
     pub(super) fn of(&self, group: Group) -> impl Iterator<Item = (Place, Key)> {
         let waiting = self.groups.get(&group);

@@ -24,13 +24,18 @@ impl Refusals {
             return;
         };
         for refused in refused {
-            let told = self.told.entry(name.clone()).or_default();
-            if told.len() >= REMEMBERED {
-                told.clear();
-            }
-            if told.insert((refused.cause, refused.first.clone())) {
-                self.news.push(refused.clone());
-            }
+            self.note_more(refused.clone());
+        }
+    }
+
+    /// Notes one thing that is left out of a Service.
+    pub(super) fn note_more(&mut self, refused: Refused) {
+        let told = self.told.entry(refused.service.clone()).or_default();
+        if told.len() >= REMEMBERED {
+            told.clear();
+        }
+        if told.insert((refused.cause, refused.first.clone())) {
+            self.news.push(refused);
         }
     }
 }

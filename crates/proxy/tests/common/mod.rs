@@ -72,6 +72,7 @@ pub(crate) fn service(of: &str) -> ServiceWords {
         drain_timeout: None,
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
+        health_check_node_port: None,
     };
     ServiceWords(name(of), object)
 }
@@ -137,6 +138,12 @@ impl ServiceWords {
     /// `externalTrafficPolicy: Local`.
     pub(crate) fn external_local(mut self) -> ServiceWords {
         self.1.external_policy = TrafficPolicy::Local;
+        self
+    }
+
+    /// Load balancers ask there.
+    pub(crate) fn health_check(mut self, port: u16) -> ServiceWords {
+        self.1.health_check_node_port = Some(port);
         self
     }
 
@@ -248,6 +255,11 @@ impl SliceWords {
         self.1.zone_hints.push(zones);
         let place = NonZeroU16::new(self.1.zone_hints.len().try_into().unwrap());
         self.last(|endpoint| endpoint.zone_hints = place)
+    }
+
+    /// The last endpoint is on its way out and counts as ready (`publishNotReadyAddresses`).
+    pub(crate) fn published(self) -> SliceWords {
+        self.last(|endpoint| (endpoint.ready, endpoint.terminating) = (true, true))
     }
 
     /// The last endpoint takes no connection.
@@ -441,6 +453,12 @@ impl World {
             .iter()
             .map(|rule| without_comment(rule))
             .collect()
+    }
+
+    /// Works until there is nothing to do now; what the kernel holds then, in the lines of [`World::holds`].
+    pub(crate) fn lines(&mut self) -> BTreeSet<String> {
+        self.settle();
+        lines(&self.kernel.state)
     }
 
     /// Works until there is nothing to do now, then compares all that the kernel holds with

@@ -68,6 +68,7 @@ pub(crate) fn service(cluster_ip: &str, ports: &[(&str, Protocol, u16)]) -> Serv
         drain_timeout: None,
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
+        health_check_node_port: None,
     }
 }
 

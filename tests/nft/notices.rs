@@ -107,7 +107,7 @@ fn what_others_change_is_told_and_what_we_change_is_not() {
         "nft add table ip other",
         "nft add chain ip other KUBE-SERVICES",
         "nft add rule ip other KUBE-SERVICES accept",
-        "iptables-nft -t mangle -A PREROUTING -j ACCEPT",
+        "iptables-nft -t mangle -A FORWARD -j ACCEPT",
         "iptables-nft -t nat -N MINE",
         "iptables-nft -t nat -A MINE -j ACCEPT",
         "nft delete table ip other",

@@ -30,7 +30,7 @@ use crate::drains::{Deadline, Drains};
 use crate::events::{Finding, Reason};
 use crate::findings::{self, NO_POD_CIDRS};
 use crate::glances::Glances;
-use crate::hurry::Hurry;
+use crate::hurry::{Hurry, Why};
 use crate::manifests;
 use crate::metrics::families_of;
 use crate::report::{Reports, Topic, say};
@@ -316,7 +316,7 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             Event::Manifests(news) => self.note_manifests(news),
             Event::Api(event) => self.note_api(event),
             Event::Addresses(notices) => self.note_addresses(&notices),
-            Event::Rules => self.hurry.note(self.now()),
+            Event::Rules => self.hurry.note(Why::Notices, self.now()),
             Event::Configuration(fault) => self.note_configuration(fault),
             // The next turn asks what it is.
             Event::Kernel | Event::Stop => {}

@@ -416,7 +416,8 @@ fn asked_for(service: &Service) -> impl Iterator<Item = &IpAddr> {
 /// An address that is no single host's anywhere, or one of every host.
 fn is_reserved(address: IpAddr) -> bool {
     let of_family = match address {
-        IpAddr::V4(v4) => v4.is_link_local() || v4.is_broadcast(),
+        // 0.0.0.0/8 is "this network" (RFC 1122), 240.0.0.0/4 is reserved (RFC 1112); Linux routes to neither, but binds both.
+        IpAddr::V4(v4) => v4.is_link_local() || matches!(v4.octets()[0], 0 | 240..),
         IpAddr::V6(v6) => v6.is_unicast_link_local(),
     };
     of_family || address.is_loopback() || address.is_multicast() || address.is_unspecified()

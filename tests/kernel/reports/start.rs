@@ -58,9 +58,10 @@ fn e02_what_is_ours_and_stale_goes_and_what_is_not_ours_stays() {
     let node = scene.topology.node();
     node.tool("ip link add kube-ipvs0 type dummy");
     let stale = |vip: &str| {
-        node.tool(&format!("ip addr add {vip}/32 dev kube-ipvs0"));
         node.tool(&format!("ipvsadm -A -t {vip}:80 -s rr"));
         node.tool(&format!("ipvsadm -a -t {vip}:80 -r 10.1.9.9:80 -m"));
+        // From here on it is ours.
+        node.tool(&format!("ip addr add {vip}/32 dev kube-ipvs0"));
     };
     let is_there = |vip: &str| {
         node.tool("ipvsadm -Sn").contains(vip)

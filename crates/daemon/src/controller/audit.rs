@@ -15,6 +15,7 @@ use super::{Controller, READ_AGAIN};
 use crate::cli::Drift;
 use crate::events::{Finding, Reason};
 use crate::findings;
+use crate::hurry::Why;
 
 /// How often the kernel is looked at for what others changed, as far as that costs almost nothing.
 pub(super) const GLANCE: Duration = Duration::from_secs(1);
@@ -152,11 +153,11 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
                 }
                 let (entries, references) = (self.planner.entries(), self.planner.references());
                 if self.glances.differ(&glance, entries, &references) {
-                    self.hurry.note(now);
+                    self.hurry.note(Why::Glance, now);
                 }
             }
             // The audit finds out what it is, and tells.
-            Err(_) => self.hurry.note(now),
+            Err(_) => self.hurry.note(Why::Glance, now),
         }
     }
 

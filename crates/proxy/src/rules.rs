@@ -12,7 +12,7 @@
 //! - `mangle`: packets to VIPs that are another host's address ([`Role::Routed`]) are routed to this node by a mark. They are
 //!   masqueraded as those to other external addresses are, by a mark that they get here: `nat` sees no local address.
 //! - Each chain has a rule that names a set, and so has each jump or one beside it, where need be one that every packet matches
-//!   ([`counted`]): the kernel counts for each set the rules that name it, which is how the loss of rules is noticed at once.
+//!   (`counted`): the kernel counts for each set the rules that name it, which is how the loss of rules is noticed at once.
 
 use ipvs_proxy_iptables::{Chain, Jump, Ruleset, Table, TableRules};
 use ipvs_proxy_netlink::Family;

@@ -15,7 +15,7 @@ use crate::plane::HOST;
 fn the_api_server_comes_first_among_2000() {
     const SERVICES: usize = 2_000;
     with(|cluster| {
-        cluster.plane.create_all(&objects(0..SERVICES));
+        cluster.plane.create_all(&objects(0..SERVICES, &[0, 1]));
         let kubeconfig = cluster
             .plane
             .kubeconfig(&format!("https://{HOST}:6443"), "proxy-token");
@@ -40,6 +40,41 @@ fn the_api_server_comes_first_among_2000() {
     });
 }
 
+/// 10,000 Services of 10 endpoints: a start from nothing, and one that finds all of it in the kernel, stay below the half of the
+/// memory limit that the DaemonSet sets.
+#[test]
+fn the_memory_limit_of_the_daemonset_holds_10000_services() {
+    const SERVICES: usize = 10_000;
+    const DAEMON_SET: &str = include_str!("../../deploy/kubernetes/base/daemonset.yaml");
+    let limit = DAEMON_SET
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("memory: ")?.strip_suffix("Mi"))
+        .map(|number| number.parse::<u64>().unwrap())
+        .max()
+        .unwrap();
+    with(|cluster| {
+        let pods: Vec<u8> = (0..10).collect();
+        cluster.plane.create_all(&objects(0..SERVICES, &pods));
+        let kubeconfig = cluster
+            .plane
+            .kubeconfig(&format!("https://{HOST}:6443"), "proxy-token");
+        for what in ["a start from nothing", "a restart"] {
+            cluster.node.start_daemon(&kubeconfig, "");
+            wait_up_to(Duration::from_secs(900), "all are served", || {
+                std::thread::sleep(Duration::from_secs(1));
+                cluster.node.log().contains("is in force")
+            });
+            let servers = cluster.node.run("ipvsadm -Sn | grep -c '^-a -t 10.10'");
+            assert_eq!(servers.trim(), (SERVICES * pods.len()).to_string());
+            let peak = "sed -n 's/^VmHWM:[^0-9]*\\([0-9]*\\) kB$/\\1/p' /proc/$(cat /run/daemon.pid)/status";
+            let peak_mib = cluster.node.run(peak).trim().parse::<u64>().unwrap() / 1024;
+            println!("{what}: {peak_mib} MiB at most, the limit is {limit} MiB");
+            assert!(peak_mib * 2 < limit, "{what}: {peak_mib} of {limit} MiB");
+            cluster.node.end_daemon("TERM");
+        }
+    });
+}
+
 /// One endpoint changes: the time from the API server to the kernel is the same whatever else there is. With `--long` the
 /// real kube-proxy in IPVS mode does the same in the same guest.
 #[test]
@@ -61,12 +96,12 @@ fn the_time_of_a_change_does_not_grow_with_the_table() {
             });
             (ours, theirs)
         };
-        cluster.plane.create_all(&objects(0..10));
+        cluster.plane.create_all(&objects(0..10, &[0, 1]));
         let (few, _) = both(cluster, 10);
         if !tests::long() {
             cluster.node.clean();
         }
-        cluster.plane.create_all(&objects(10..many));
+        cluster.plane.create_all(&objects(10..many, &[0, 1]));
         let (more, theirs) = both(cluster, many);
         assert!(
             more.from_request < few.from_request * 3,
@@ -173,7 +208,7 @@ fn measure(cluster: &Cluster, faults: &Faults, rounds: usize) -> Times {
     }
 }
 
-fn objects(numbers: std::ops::Range<usize>) -> Vec<(String, String)> {
+fn objects(numbers: std::ops::Range<usize>, pods: &[u8]) -> Vec<(String, String)> {
     numbers
         .flat_map(|number| {
             let name = format!("s{number}");
@@ -185,10 +220,7 @@ fn objects(numbers: std::ops::Range<usize>) -> Vec<(String, String)> {
             );
             [
                 (collection("services"), service(&name, &address).to_string()),
-                (
-                    collection("endpointslices"),
-                    slice(&name, &[0, 1]).to_string(),
-                ),
+                (collection("endpointslices"), slice(&name, pods).to_string()),
             ]
         })
         .collect()

@@ -294,6 +294,34 @@ fn what_others_change_comes_back() {
     );
 }
 
+/// However long the audit's period is. iptables-legacy tells nobody.
+#[test]
+fn each_chain_that_is_flushed_is_noticed_without_an_audit() {
+    let scene = Scene::start(&["--sync-period=1h"]);
+    let node = scene.node();
+    let before = held(node);
+    for program in ["iptables-legacy", "ip6tables-legacy"] {
+        for table in ["mangle", "nat", "filter"] {
+            let rules = node.tool(&format!("{program} -t {table} -S"));
+            let words = rules.lines().map(|line| line.split(' '));
+            let chains: BTreeSet<&str> = words
+                .filter(|words| words.clone().any(|word| word.starts_with("KUBE-")))
+                .filter_map(|mut words| (words.next() == Some("-A")).then(|| words.next())?)
+                .collect();
+            assert!(chains.len() >= 4, "{program} {table}: {chains:?}");
+            for chain in chains {
+                let damage = format!("{program} -t {table} -F {chain}");
+                node.tool(&damage);
+                wait_until(&format!("all is as before {damage:?}"), || {
+                    held(node) == before
+                });
+            }
+        }
+    }
+    let reads = scene.daemon.log().matches("read the kernel").count();
+    assert_eq!(reads, 1, "no audit's time came");
+}
+
 #[test]
 fn an_audit_of_an_unchanged_kernel_writes_nothing() {
     let scene = Scene::start(&["--sync-period=1s"]);
@@ -384,7 +412,7 @@ fn a_daemon_that_only_reports_says_each_thing_once_and_writes_nothing() {
     let findings = [
         (
             "ip6tables rules in table nat",
-            "missing: -t nat -A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES",
+            "missing: -t nat -A PREROUTING -m comment --comment \"kubernetes service portals\" -m set ! --match-set KUBE-6-IPVS-MARKS dst -j KUBE-SERVICES",
         ),
         ("entry fd96::10,tcp:80 of set KUBE-6-CLUSTER-IP", "missing"),
         ("real server 10.0.0.2:8080 of 10.96.0.10:80/tcp", "changed"),

@@ -441,8 +441,9 @@ impl<'a> Run<'a> {
             world.answered.load(Ordering::SeqCst) >= before + 20
         });
         self.check();
+        // Another disturbance may have flushed the chain.
         for undo in std::mem::take(&mut self.undo) {
-            self.node().tool(&undo);
+            disturbances::tool(self, &undo);
         }
     }
 

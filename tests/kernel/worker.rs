@@ -361,7 +361,9 @@ fn a_glance_shows_what_others_emptied() {
             "ipset flush KUBE-CLUSTER-IP",
             "ipvsadm -C",
             "ipvsadm -D -t 10.96.0.2:80",
-            "ipset destroy KUBE-IPVS-MARKS",
+            "iptables-legacy -t nat -F POSTROUTING",
+            "iptables-legacy -F FORWARD",
+            "ipset destroy KUBE-IPVS-OWNED",
         ] {
             assert_eq!(restore(damage), first, "before {damage}");
         }

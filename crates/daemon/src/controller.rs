@@ -648,7 +648,12 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
             self.settings.status.metrics.op(op, outcome);
             self.applied.families.extend(families_of(op));
             match outcome {
-                Outcome::Done => self.applied.done += 1,
+                Outcome::Done => {
+                    self.applied.done += 1;
+                    if self.settings.drift == Drift::Repair {
+                        self.glances.repaired();
+                    }
+                }
                 Outcome::Started => {}
                 Outcome::Failed(_) => self.applied.failed += 1,
             }

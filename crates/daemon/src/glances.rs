@@ -8,7 +8,7 @@ use ipvs_proxy_core::state::Set;
 /// What is known from earlier glances.
 #[derive(Debug, Default)]
 pub(crate) struct Glances {
-    /// How many rules looked into each set at the first glance after the rules were read.
+    /// The most rules that looked into each set since the rules were read.
     rules: BTreeMap<Set, u32>,
     /// What the last audit was brought forward for: it is not for the same again.
     told: Option<Glance>,
@@ -19,7 +19,14 @@ pub(crate) struct Glances {
 impl Glances {
     /// Whether the kernel has to be read: a set has not as many entries as it should have, rules no longer look into it, or a
     /// virtual server is gone.
-    pub(crate) fn differ(&mut self, glance: &Glance, entries: &BTreeMap<Set, u32>) -> bool {
+    ///
+    /// `references` are those that our own rules in the kernel have to each set; others may look into it as well.
+    pub(crate) fn differ(
+        &mut self,
+        glance: &Glance,
+        entries: &BTreeMap<Set, u32>,
+        references: &BTreeMap<Set, u32>,
+    ) -> bool {
         let held = |set: &Set| entries.get(set).copied().unwrap_or_default();
         let lost =
             |(set, rules): (&Set, &u32)| glance.sets.get(set).is_none_or(|(_, now)| now < rules);
@@ -28,7 +35,7 @@ impl Glances {
                 .sets
                 .iter()
                 .any(|(set, (number, _))| *number != held(set))
-            || self.rules.iter().any(lost);
+            || self.rules.iter().chain(references).any(lost);
         for (set, (_, rules)) in &glance.sets {
             let most = self.rules.entry(*set).or_default();
             *most = (*most).max(*rules);
@@ -38,6 +45,11 @@ impl Glances {
             return false;
         }
         self.told.replace(glance.clone()).as_ref() != Some(glance)
+    }
+
+    /// Something was put right: what is found from now on is news, also where it looks as before.
+    pub(crate) fn repaired(&mut self) {
+        self.told = None;
     }
 
     /// Whether IPVS was loaded anew since the last glance.
@@ -71,13 +83,18 @@ mod tests {
             sets: [(set, (number, rules))].into(),
             ..Glance::default()
         };
+        let ours = BTreeMap::from([(set, 2)]);
         let mut glances = Glances::default();
-        let mut differ = |glance: &Glance| glances.differ(glance, &entries);
+        let mut differ = |glance: &Glance| glances.differ(glance, &entries, &ours);
         assert!(!differ(&glance(3, 2)));
         // Entries that were flushed, or that others added.
         assert!(differ(&glance(0, 2)));
         assert!(!differ(&glance(0, 2)), "told");
         assert!(!differ(&glance(3, 2)));
+        assert!(differ(&glance(4, 2)));
+        // It is put right, and done again before the next glance.
+        glances.repaired();
+        let mut differ = |glance: &Glance| glances.differ(glance, &entries, &ours);
         assert!(differ(&glance(4, 2)));
         // Chains that were flushed; more rules that look into the set are somebody else's affair.
         assert!(!differ(&glance(3, 4)));
@@ -93,7 +110,16 @@ mod tests {
         gone.missing.insert(server);
         assert!(differ(&gone));
         glances.audited();
-        assert!(!glances.differ(&glance(3, 0), &entries));
+        // Those of others that went meanwhile; ours are not there yet.
+        assert!(!glances.differ(&glance(3, 2), &entries, &ours));
+        assert!(!glances.differ(&glance(3, 2), &entries, &BTreeMap::new()));
+        glances.audited();
+        assert!(!glances.differ(&glance(3, 1), &entries, &BTreeMap::new()));
+        glances.audited();
+        assert!(
+            glances.differ(&glance(3, 1), &entries, &ours),
+            "lost before the first glance"
+        );
     }
 
     #[test]

@@ -310,6 +310,26 @@ impl Ruleset {
         text
     }
 
+    /// The sets that these rules name, each as often as they do: so many references to it does the kernel count for them.
+    #[must_use]
+    pub fn references(&self) -> BTreeMap<&str, u32> {
+        let tables = self.tables.iter();
+        let chains = tables.clone().flat_map(|table| &table.chains);
+        let jumps = tables.flat_map(|table| &table.jumps);
+        let rules = chains.flat_map(|chain| &chain.rules);
+        let mut references = BTreeMap::new();
+        for rule in rules.chain(jumps.map(|jump| &jump.rule)) {
+            for pair in words(rule).windows(2) {
+                if let [option, name] = pair
+                    && SET_OPTIONS.contains(option)
+                {
+                    *references.entry(*name).or_default() += 1;
+                }
+            }
+        }
+        references
+    }
+
     /// The first rule in what `iptables-save` prints that names a set and is not in a chain of ours
     /// nor goes to one, with the table's name.
     pub(crate) fn other_rule_of_set(&self, saved: &str, set: &str) -> Option<(String, String)> {

@@ -254,8 +254,12 @@ impl Dataplane for MemoryKernel {
             }
         }
         for (set, (_, references)) in &mut glance.sets {
-            let rules = |table: &Table| self.state.contains_key(&Key::Rules(set.family, *table));
-            *references = u32::from(Table::ALL.iter().any(rules));
+            for table in Table::ALL {
+                if let Some(Value::Rules(rules)) = self.state.get(&Key::Rules(set.family, table)) {
+                    let named = rules.references();
+                    *references += named.get(set.name().as_str()).copied().unwrap_or_default();
+                }
+            }
         }
         let there = |vs: &VirtualServerKey| self.state.contains_key(&Key::VirtualServer(*vs));
         glance.missing = servers.iter().filter(|vs| !there(vs)).copied().collect();

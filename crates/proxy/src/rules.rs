@@ -10,6 +10,8 @@
 //! - `filter` FORWARD: the many packets of established connections leave first.
 //! - `mangle`: packets to VIPs that are another host's address ([`Role::Routed`]) are routed to this node by a mark. They are
 //!   masqueraded as those to other external addresses are, by a mark that they get here: `nat` sees no local address.
+//! - Each chain has a rule that names a set, and so has each jump or one beside it, where need be one that every packet matches
+//!   (`counted`): the kernel counts for each set the rules that name it, which is how the loss of rules is noticed at once.
 
 use ipvs_proxy_iptables::{Chain, Jump, Ruleset, Table, TableRules};
 use ipvs_proxy_netlink::Family;
@@ -41,9 +43,9 @@ pub fn by_table(config: &Config, family: Family) -> impl Iterator<Item = (Table,
 }
 
 fn mangle(config: &Config, family: Family) -> TableRules {
-    let routed = matching(family, Role::Routed);
+    let (routed, counted) = (matching(family, Role::Routed), counted(family));
     let masquerade = bit(config.masquerade_bit);
-    let marking = |mark: u32| vec![format!("-j MARK --set-xmark {mark:#x}/{mark:#x}")];
+    let marking = |mark: u32| vec![format!("{counted} -j MARK --set-xmark {mark:#x}/{mark:#x}")];
     let jump = |from: &str, to: &str| Jump {
         from: from.to_owned(),
         rule: format!(
@@ -69,7 +71,7 @@ fn mangle(config: &Config, family: Family) -> TableRules {
 }
 
 fn nat(config: &Config, family: Family) -> TableRules {
-    let mark = mark(config);
+    let (mark, counted) = (mark(config), counted(family));
     let (loop_back, cluster_ip) = (
         matching(family, Role::LoopBack),
         matching(family, Role::ClusterIp),
@@ -127,6 +129,11 @@ fn nat(config: &Config, family: Family) -> TableRules {
             matching(family, role)
         )
     };
+    let jump = |from: &str, comment: &str, to: &str| Jump {
+        from: from.to_owned(),
+        rule: format!("-m comment --comment \"{comment}\" {counted} -j {to}"),
+        first: true,
+    };
     let random = if config.random_fully {
         " --random-fully"
     } else {
@@ -146,7 +153,7 @@ fn nat(config: &Config, family: Family) -> TableRules {
             ),
             chain(
                 "KUBE-MARK-MASQ",
-                vec![format!("-j MARK --set-xmark {mark}/{mark}")],
+                vec![format!("{counted} -j MARK --set-xmark {mark}/{mark}")],
             ),
             chain(
                 "KUBE-POSTROUTING",
@@ -177,7 +184,7 @@ fn nat(config: &Config, family: Family) -> TableRules {
 }
 
 fn filter(config: &Config, family: Family) -> TableRules {
-    let mark = mark(config);
+    let (mark, counted) = (mark(config), counted(family));
     let reject = match family {
         Family::V4 => "icmp-port-unreachable",
         Family::V6 => "icmp6-port-unreachable",
@@ -215,7 +222,7 @@ fn filter(config: &Config, family: Family) -> TableRules {
                         .to_owned(),
                     format!(
                         "-m comment --comment \"kubernetes forwarding rules\" -m mark --mark \
-                         {mark}/{mark} -j ACCEPT"
+                         {mark}/{mark} {counted} -j ACCEPT"
                     ),
                 ],
             ),
@@ -240,8 +247,16 @@ fn filter(config: &Config, family: Family) -> TableRules {
             },
             // It only accepts, and those who refuse what is forwarded (network policies) must come first.
             Jump {
+                from: "FORWARD".to_owned(),
+                rule: "-m comment --comment \"kubernetes forwarding rules\" -j KUBE-FORWARD"
+                    .to_owned(),
                 first: false,
-                ..jump("FORWARD", "kubernetes forwarding rules", "KUBE-FORWARD")
+            },
+            // What it matches was accepted by then: it is there to be counted, and costs nothing to what is established.
+            Jump {
+                from: "FORWARD".to_owned(),
+                rule: format!("-m mark --mark {mark}/{mark} {counted} -j KUBE-FORWARD"),
+                first: false,
             },
         ],
     }
@@ -268,10 +283,11 @@ fn chain(name: &str, rules: Vec<String>) -> Chain {
     }
 }
 
-fn jump(from: &str, comment: &str, to: &str) -> Jump {
-    Jump {
-        from: from.to_owned(),
-        rule: format!("-m comment --comment \"{comment}\" -j {to}"),
-        first: true,
-    }
+/// A match of every packet, which names a set: no packet goes to a mark.
+fn counted(family: Family) -> String {
+    let marks = Set {
+        family,
+        role: Role::Marks,
+    };
+    format!("-m set ! --match-set {} dst", marks.name())
 }

@@ -27,7 +27,7 @@ use common::{World, ip, rs, service, slice, vs};
 use ipvs_netlink::{Persistence, PersistenceMask, Scheduler};
 use ipvs_proxy_core::model::{Change, NodePortAddresses};
 use ipvs_proxy_core::op::FailureKind;
-use ipvs_proxy_core::plan::Config;
+use ipvs_proxy_core::plan::{Config, base};
 use ipvs_proxy_core::state::{Key, Value};
 use ipvs_proxy_iptables::Table;
 use ipvs_proxy_netlink::Family::{V4, V6};
@@ -304,6 +304,35 @@ fn node_ports() -> Vec<Row> {
             }
         })),
     ]
+}
+
+/// By that the loss of any of them is noticed: the kernel counts for each set the rules that name it.
+#[test]
+fn every_chain_and_every_place_of_jumps_names_a_set() {
+    for (family, state) in [V4, V6].map(|family| (family, base(&Config::default()))) {
+        for (key, value) in &state {
+            let (Key::Rules(of, table), Value::Rules(rules)) = (key, value) else {
+                continue;
+            };
+            if *of != family {
+                continue;
+            }
+            let rules = &rules.tables[0];
+            let names = |rule: &String| rule.contains("--match-set KUBE-");
+            for chain in &rules.chains {
+                assert!(
+                    chain.rules.iter().any(names),
+                    "{family:?} {table} {}",
+                    chain.name
+                );
+            }
+            for jump in &rules.jumps {
+                let same = rules.jumps.iter().filter(|other| other.from == jump.from);
+                let named = same.map(|jump| &jump.rule).any(names);
+                assert!(named, "{family:?} {table} {}", jump.from);
+            }
+        }
+    }
 }
 
 // ---- 13 to 30: VIPs and rules --------------------------------------------------------------

@@ -96,7 +96,7 @@ fn unreadable(run: &mut Run<'_>) -> String {
 }
 
 /// Runs a tool in the node's namespace; that what it names is gone already is no failure.
-fn tool(run: &Run<'_>, line: &str) -> String {
+pub(super) fn tool(run: &Run<'_>, line: &str) -> String {
     let mut command = std::process::Command::new("sh");
     command.args(["-c", &format!("{line} 2>&1")]);
     let output = run.node().enter(|| command.output()).unwrap();

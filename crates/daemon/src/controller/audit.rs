@@ -150,7 +150,8 @@ impl<D: Dataplane, C: Fn() -> Instant> Controller<D, C> {
                 if self.glances.renewed(&glance) {
                     self.set_sysctls();
                 }
-                if self.glances.differ(&glance, self.planner.entries()) {
+                let (entries, references) = (self.planner.entries(), self.planner.references());
+                if self.glances.differ(&glance, entries, &references) {
                     self.hurry.note(now);
                 }
             }

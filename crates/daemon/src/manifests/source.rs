@@ -17,8 +17,10 @@ use super::folder::{Folders, list};
 use super::{Busy, ManifestError, Object, Placed, Problem, printable};
 use crate::translate::{self, Refusal};
 
-/// A file of more bytes is read aside, where there is such a thread: it takes a tenth of a second and more.
-const LARGE: u64 = 256 << 10;
+/// A file of more bytes is read aside, where there is such a thread: it takes 10 ms and more.
+const LARGE: u64 = 32 << 10;
+/// So many bytes of other files are read in one look.
+const LOOK: u64 = 128 << 10;
 /// A file that was changed this short a time ago may be changed again without a new time stamp.
 const SETTLED: Duration = Duration::from_millis(100);
 
@@ -236,7 +238,7 @@ impl Source {
         let mut scan = Scan {
             problems: Vec::new(),
             before: std::mem::take(&mut self.leaving),
-            left: LARGE,
+            left: LOOK,
         };
         let mut listed = BTreeSet::new();
         let mut unreachable = BTreeSet::new();

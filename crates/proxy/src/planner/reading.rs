@@ -263,6 +263,27 @@ impl Planner {
         &self.entries
     }
 
+    /// How many of our rules in the kernel name each set, as far as this planner knows.
+    #[must_use]
+    pub fn references(&self) -> BTreeMap<Set, u32> {
+        let mut references = BTreeMap::new();
+        for (key, value) in &self.base {
+            let (Key::Rules(family, _), Value::Rules(rules)) = (key, value) else {
+                continue;
+            };
+            if self.applied(key) != Some(value) {
+                continue;
+            }
+            let named = rules.references();
+            for set in Set::all(*family) {
+                if let Some(number) = named.get(set.name().as_str()) {
+                    *references.entry(set).or_default() += number;
+                }
+            }
+        }
+        references
+    }
+
     /// So many virtual servers that the kernel holds, as far as this planner knows; others at the next call.
     pub fn sample(&mut self, number: usize) -> Vec<VirtualServerKey> {
         let after = self.sampled.map_or(Bound::Unbounded, Bound::Excluded);

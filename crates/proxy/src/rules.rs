@@ -7,7 +7,8 @@
 //!   is while the policy changes.
 //! - `filter` INPUT: only new connections to an address on the dummy link are looked at, and they
 //!   pass by [`Role::Serving`], which is filled after a virtual server is there and emptied
-//!   before it goes. kube-proxy lets them pass by KUBE-CLUSTER-IP, which is filled first.
+//!   before it goes. kube-proxy lets them pass by KUBE-CLUSTER-IP, which is filled first. Health check node ports
+//!   ([`Role::HealthCheckNodePort`]) come before that, so they pass on VIPs, too, whatever the host refuses behind.
 //! - `filter` FORWARD: the many packets of established connections leave first.
 //! - `mangle`: packets to VIPs that are another host's address ([`Role::Routed`]) are routed to this node by a mark. They are
 //!   masqueraded as those to other external addresses are, by a mark that they get here: `nat` sees no local address.
@@ -249,16 +250,16 @@ fn filter(config: &Config, family: Family) -> TableRules {
         matching(family, Role::IpvsIps),
         matching(family, Role::Serving),
     );
+    let health = matching(family, Role::HealthCheckNodePort);
     TableRules {
         table: Table::Filter,
         chains: vec![
             // Of any state: who refuses by default may have no rule for established connections.
             chain(
                 "KUBE-NODE-PORT",
-                vec![
-                    "-m comment --comment \"Kubernetes health check node port\" -j ACCEPT"
-                        .to_owned(),
-                ],
+                vec![format!(
+                    "-m comment --comment \"Kubernetes health check node port\" {health} dst -j ACCEPT"
+                )],
             ),
             chain(
                 "KUBE-IPVS-FILTER",
@@ -288,8 +289,7 @@ fn filter(config: &Config, family: Family) -> TableRules {
             Jump {
                 from: "INPUT".to_owned(),
                 rule: format!(
-                    "-p tcp -m comment --comment \"kubernetes health check rules\" {} dst -j KUBE-NODE-PORT",
-                    matching(family, Role::HealthCheckNodePort)
+                    "-p tcp -m comment --comment \"kubernetes health check rules\" {health} dst -j KUBE-NODE-PORT"
                 ),
                 first: true,
             },

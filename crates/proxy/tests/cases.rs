@@ -150,7 +150,8 @@ fn node_ports() -> Vec<Row> {
                 "KUBE-CLUSTER-IP: 10.20.30.41,udp:80",
                 "KUBE-NODE-PORT-UDP: 3001",
             ]);
-            assert_eq!(w.chain(V4, Table::Filter, "KUBE-NODE-PORT"), ["-j ACCEPT"]);
+            let accept = "-m set --match-set KUBE-HEALTH-CHECK-NODE-PORT dst -j ACCEPT";
+            assert_eq!(w.chain(V4, Table::Filter, "KUBE-NODE-PORT"), [accept]);
             let rules = w.chain(V4, Table::Nat, "KUBE-NODE-PORT");
             let udp = "-p udp -m set --match-set KUBE-NODE-PORT-UDP dst -j KUBE-MARK-MASQ";
             assert!(rules.iter().any(|rule| rule == udp), "{rules:#?}");
@@ -572,7 +573,8 @@ fn vips() -> Vec<Row> {
                 "KUBE-CLUSTER-IP: 10.20.30.1,tcp:80, 10.20.30.2,tcp:80, 10.20.30.3,tcp:80",
                 "KUBE-HEALTH-CHECK-NODE-PORT: 30001, 30002, 30003",
             ]);
-            assert_eq!(w.chain(V4, Table::Filter, "KUBE-NODE-PORT"), ["-j ACCEPT"]);
+            let accept = "-m set --match-set KUBE-HEALTH-CHECK-NODE-PORT dst -j ACCEPT";
+            assert_eq!(w.chain(V4, Table::Filter, "KUBE-NODE-PORT"), [accept]);
         })),
         row("26", "nothing that loopback sends is marked", Runs(|| {
             let mut w = World::new();

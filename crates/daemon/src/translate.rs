@@ -722,6 +722,10 @@ fn endpoints<'a>(
             serving: conditions.and_then(|c| c.serving).unwrap_or(true),
             terminating: conditions.and_then(|c| c.terminating).unwrap_or(false),
             local: endpoint.node_name.as_deref() == Some(hints.node_name),
+            placed: endpoint
+                .node_name
+                .as_deref()
+                .is_some_and(|name| !name.is_empty()),
             node_hint: hints.node(i, endpoint, refusals),
             zone_hints: hints.zones(i, endpoint, refusals),
         });

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use ipnet::IpNet;
 use ipvs_proxy_netlink::Protocol;
 
-use crate::model::{Node, ObjectName, Service, Slice};
+use crate::model::{Endpoint, Node, ObjectName, Service, Slice};
 use crate::plan::Config;
 use crate::state::Role;
 
@@ -190,7 +190,8 @@ impl fmt::Display for Refused {
 /// What is known of addresses that are somebody's.
 #[derive(Debug, Default)]
 pub(crate) struct Guard {
-    /// How many endpoints of slices have an address.
+    /// How many endpoints that run on some node have an address. What a slice lists beside these may be anything, a VIP as well: it
+    /// takes no address away.
     endpoints: BTreeMap<IpAddr, u32>,
     /// How many endpoints of the API server's own Service have an address and port.
     api_servers: BTreeMap<(IpAddr, u16), u32>,
@@ -293,7 +294,7 @@ impl Guard {
     ) -> BTreeSet<ObjectName> {
         let mut changed = BTreeSet::new();
         // What stays is never gone in between.
-        for endpoint in new.into_iter().flat_map(|slice| &slice.endpoints) {
+        for endpoint in new.into_iter().flat_map(placed) {
             if count(&mut self.endpoints, endpoint.address) {
                 changed.insert(endpoint.address);
             }
@@ -303,7 +304,7 @@ impl Guard {
                 changed.insert(at.0);
             }
         }
-        for endpoint in old.into_iter().flat_map(|slice| &slice.endpoints) {
+        for endpoint in old.into_iter().flat_map(placed) {
             if discount(&mut self.endpoints, endpoint.address) {
                 changed.insert(endpoint.address);
             }
@@ -411,6 +412,11 @@ fn asked_for(service: &Service) -> impl Iterator<Item = &IpAddr> {
         .external_ips
         .iter()
         .chain(&service.load_balancer_ips)
+}
+
+/// The endpoints of a slice that run on some node, as pods do.
+fn placed(slice: &Slice) -> impl Iterator<Item = &Endpoint> {
+    slice.endpoints.iter().filter(|endpoint| endpoint.placed)
 }
 
 /// An address that is no single host's anywhere, or one of every host.

@@ -180,6 +180,8 @@ pub struct Endpoint {
     pub terminating: bool,
     /// It runs on this node.
     pub local: bool,
+    /// Its slice names the node on which it runs, as it does for each pod (`nodeName`).
+    pub placed: bool,
     /// For which nodes it is hinted (`hints.forNodes`, KEP-3015).
     pub node_hint: Hint,
     /// For which zones it is hinted (`hints.forZones`, KEP-2433): the place in [`Slice::zone_hints`], counted from 1; `None`

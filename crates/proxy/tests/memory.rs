@@ -53,6 +53,7 @@ fn slice(number: u32, endpoints: u32) -> Slice {
         serving: true,
         terminating: false,
         local: i == 0,
+        placed: true,
         node_hint: Hint::Absent,
         zone_hints: None,
     };

@@ -190,6 +190,7 @@ fn slice() -> impl Strategy<Value = Slice> {
                         serving,
                         terminating,
                         local,
+                        placed: true,
                         node_hint,
                         zone_hints,
                     },

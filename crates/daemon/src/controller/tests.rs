@@ -204,6 +204,7 @@ fn endpoints(of: &str, number: u16) -> Change {
             serving: true,
             terminating: false,
             local: false,
+            placed: true,
             node_hint: Hint::Absent,
             zone_hints: None,
         }

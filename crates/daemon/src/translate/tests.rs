@@ -652,6 +652,7 @@ endpoints:
         serving,
         terminating,
         local,
+        placed: last <= 2,
         node_hint: model::Hint::Absent,
         zone_hints: None,
     };

@@ -100,6 +100,22 @@ fn an_address_that_is_somebodys_is_not_taken() {
     }
 }
 
+/// Whoever may write a slice could take any Service's address away else.
+#[test]
+fn an_endpoint_that_is_no_pod_takes_no_address_away() {
+    let mut w = asking(Config::default(), "192.0.2.7");
+    w.put(slice("other").tcp(80).endpoint("192.0.2.7").unplaced());
+    assert!(serves(&mut w, "192.0.2.7"));
+    assert_eq!(causes(&mut w), BTreeSet::new());
+    // Also beside a pod, and after one.
+    w.put(slice("pod").tcp(80).endpoint("192.0.2.7"));
+    assert!(!serves(&mut w, "192.0.2.7"));
+    w.put(slice("pod").tcp(80).endpoint("192.0.2.7").unplaced());
+    assert!(serves(&mut w, "192.0.2.7"));
+    w.no_slice("other");
+    assert!(serves(&mut w, "192.0.2.7"));
+}
+
 /// Whatever comes first: an address that becomes somebody's is let go, and served again when it is nobody's.
 #[test]
 fn an_address_follows_what_becomes_of_it() {

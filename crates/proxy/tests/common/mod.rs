@@ -228,10 +228,16 @@ impl SliceWords {
             serving,
             terminating,
             local,
+            placed: true,
             node_hint: Hint::Absent,
             zone_hints: None,
         });
         self
+    }
+
+    /// No node is named for the last endpoint: it may be anything.
+    pub(crate) fn unplaced(self) -> SliceWords {
+        self.last(|endpoint| endpoint.placed = false)
     }
 
     /// The last endpoint runs on this node.

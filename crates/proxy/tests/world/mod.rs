@@ -143,6 +143,7 @@ pub(crate) fn ready(address: &str) -> Endpoint {
         serving: true,
         terminating: false,
         local: false,
+        placed: true,
         node_hint: Hint::Absent,
         zone_hints: None,
     }

@@ -12,8 +12,9 @@ use tests::topology::{NODE, Topology, pod_addresses};
 use tests::traffic::http_get;
 
 /// The chains that are ours.
-const CHAINS: [&str; 6] = [
+const CHAINS: [&str; 7] = [
     "KUBE-SERVICES",
+    "KUBE-LOAD-BALANCER",
     "KUBE-NODE-PORT",
     "KUBE-MARK-MASQ",
     "KUBE-POSTROUTING",

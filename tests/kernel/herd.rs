@@ -36,7 +36,7 @@ fn schedulers_pick_as_the_model_does() {
         let vip = SocketAddr::new(VIP.parse().unwrap(), port);
         node.tool(&format!("ipvsadm -A -t {vip} -s {scheduler}"));
         let mut model = Model::new(scheduler);
-        let mut add = |model: &mut Model, pod| {
+        let add = |model: &mut Model, pod| {
             node.tool(&format!("ipvsadm -a -t {vip} -r {} -m", real(pod)));
             model.add(rs(&real(pod)));
         };

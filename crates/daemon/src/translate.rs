@@ -5,10 +5,9 @@
 //! refused, because it can't be right, with one line that says where and why. A broken part
 //! leaves the rest of its object working.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -17,9 +16,11 @@ use ipvs_proxy_core::model;
 use ipvs_proxy_netlink::{Family, Protocol};
 
 use crate::config::parse_drain_timeout;
-use crate::objects::{
-    Endpoint, EndpointHint, EndpointSlice, Labels, Metadata, Node, Service, ServiceSpec,
-};
+use crate::objects::{Endpoint, EndpointSlice, Labels, Metadata, Node, Service, ServiceSpec};
+
+mod hints;
+
+use hints::Hints;
 
 /// `sessionAffinityConfig.clientIP.timeoutSeconds` where an object has none, in seconds.
 const DEFAULT_AFFINITY_S: u32 = 10_800;
@@ -731,81 +732,6 @@ fn endpoints<'a>(
         });
     }
     taken
-}
-
-/// The hints of a slice's endpoints. One whose name can't be read still is a hint, for nobody (as with kube-proxy).
-struct Hints<'a> {
-    node_name: &'a str,
-    zones: Vec<Vec<Arc<str>>>,
-    /// Where a list of zones is among [`Hints::zones`], counted from 1.
-    places: HashMap<BTreeSet<&'a str>, NonZeroU16>,
-}
-
-impl<'a> Hints<'a> {
-    fn new(node_name: &'a str) -> Hints<'a> {
-        Hints {
-            node_name,
-            zones: Vec::new(),
-            places: HashMap::new(),
-        }
-    }
-
-    fn node(&self, i: usize, endpoint: &Endpoint, refusals: &mut Refusals) -> model::Hint {
-        let listed = endpoint.hints.as_ref().and_then(|h| h.for_nodes.as_deref());
-        let names = hinted(i, "forNodes", listed, refusals);
-        match names.as_slice() {
-            [] => model::Hint::Absent,
-            names if names.contains(&self.node_name) => model::Hint::Here,
-            _ => model::Hint::Elsewhere,
-        }
-    }
-
-    fn zones(
-        &mut self,
-        i: usize,
-        endpoint: &'a Endpoint,
-        refusals: &mut Refusals,
-    ) -> Option<NonZeroU16> {
-        let listed = endpoint.hints.as_ref().and_then(|h| h.for_zones.as_deref());
-        let names = hinted(i, "forZones", listed, refusals);
-        let names: BTreeSet<&str> = names.into_iter().collect();
-        if names.is_empty() {
-            return None;
-        }
-        if let Some(place) = self.places.get(&names) {
-            return Some(*place);
-        }
-        let place = u16::try_from(self.zones.len() + 1).ok();
-        let Some(place) = place.and_then(NonZeroU16::new) else {
-            let field = format!("endpoints[{i}].hints.forZones");
-            let reason = "is one list of zones too many; this hint does not count";
-            refusals.add(field, format_args!("{names:?}"), reason);
-            return None;
-        };
-        self.zones
-            .push(names.iter().copied().map(Arc::from).collect());
-        self.places.insert(names, place);
-        Some(place)
-    }
-}
-
-/// The names that hints list.
-fn hinted<'a>(
-    i: usize,
-    kind: &str,
-    listed: Option<&'a [EndpointHint]>,
-    refusals: &mut Refusals,
-) -> Vec<&'a str> {
-    let mut names = Vec::new();
-    for (n, hint) in listed.unwrap_or_default().iter().enumerate() {
-        let name = hint.name.as_deref().unwrap_or_default();
-        if name.is_empty() {
-            let field = format!("endpoints[{i}].hints.{kind}[{n}].name");
-            refusals.text(field, name, "names nothing, so the hint is for nobody");
-        }
-        names.push(name);
-    }
-    names
 }
 
 #[cfg(test)]

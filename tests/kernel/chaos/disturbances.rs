@@ -288,6 +288,7 @@ fn nat_rules_go(run: &mut Run<'_>) -> String {
         "OUTPUT",
         "POSTROUTING",
         "KUBE-SERVICES",
+        "KUBE-LOAD-BALANCER",
         "KUBE-NODE-PORT",
         "KUBE-MARK-MASQ",
         "KUBE-POSTROUTING",

@@ -383,3 +383,44 @@ fn rules_that_others_come_before_are_moved_three_times_and_then_told() {
     world.settle();
     assert!(world.kernel().log.iter().any(|op| op.key() == rules));
 }
+
+#[test]
+fn the_nodes_zone_counts_where_a_flag_says_its_addresses() {
+    let mut world = World::new();
+    let Change::Slice(of, Some(mut slice)) = endpoints("web", 2) else {
+        unreachable!("a slice")
+    };
+    slice.zone_hints = vec![vec!["a".into()], vec!["b".into()]];
+    for (endpoint, place) in slice.endpoints.iter_mut().zip(1..) {
+        endpoint.zone_hints = std::num::NonZeroU16::new(place);
+    }
+    world.tell(Change::Slice(of, Some(slice)));
+    let Change::Service(of, Some(mut service)) = service("web", 1) else {
+        unreachable!("a Service")
+    };
+    for port in &mut service.ports {
+        port.node_port = Some(30080);
+    }
+    world.tell(Change::Service(of, Some(service)));
+    let node = |address: &str, zone: &str| {
+        Change::Node(ipvs_proxy_core::model::Node {
+            addresses: [address.parse().unwrap()].into(),
+            primary: vec![address.parse().unwrap()],
+            zone: Some(zone.into()),
+        })
+    };
+    // As a start does for the flag.
+    world
+        .controller
+        .planner
+        .apply(node("192.168.10.11", "nowhere"));
+    world.tell(node("192.168.10.99", "b"));
+    // The one that drains has left by then.
+    world.pass(Duration::from_secs(10));
+    let server = |at: &str, pod: u8| format!("real server 10.244.0.{pod}:8080 of {at}");
+    for at in ["10.96.0.1:80/tcp", "192.168.10.11:30080/tcp"] {
+        assert!(world.holds(&server(at, 2)), "{at}");
+        assert!(!world.holds(&server(at, 1)), "{at}");
+    }
+    assert!(!world.holds("virtual server 192.168.10.99:30080/tcp"));
+}

@@ -1,3 +1,5 @@
+use std::num::NonZeroU16;
+
 use k8s_openapi::serde::de::DeserializeOwned;
 use proptest::prelude::*;
 

@@ -1,7 +1,7 @@
 //! Health check node ports: load balancers ask there whether this node has endpoints of a Service.
 //!
 //! One thread answers on all of them. It is told what to answer, and tells where it listens, by [`HealthPorts`]: neither it nor
-//! the loop ever waits for the other. A port that can't be had is tried again every [`AGAIN`].
+//! the loop ever waits for the other. A port that can't be had is tried again every 5 s.
 //!
 //! Codes, headers and body are kube-proxy's (`pkg/proxy/healthcheck/service_health.go` of Kubernetes), for any path and method.
 //! A node that is to be deleted goes on answering: its endpoints leave one by one, and with the last the answer is no (KEP-3836).

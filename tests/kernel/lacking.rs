@@ -120,7 +120,7 @@ fn a_table_that_iptables_cannot_show_stops_nothing_else() {
     );
     assert_eq!(is_of("ip6tables-save"), 0, "{left:#?}");
     assert!(is_of("iptables-save filter") > 0, "{left:#?}");
-    assert_eq!(is_of("ipset: create"), 3, "{left:#?}");
+    assert_eq!(is_of("ipset: create"), 4, "{left:#?}");
 
     let output = ask(&node, None, &["cleanup", "--iptables-backend=legacy"]);
     assert_eq!(output.status.code(), Some(0), "{output:?}");

@@ -291,7 +291,17 @@ fn g06_each_rule_meets_what_its_set_holds_and_not_the_port_beside() {
             false,
         );
     }
-    let missed: Vec<_> = all.difference(&seen).collect();
+    // This scene has no Service with a Local policy, and the set that routes is met first: the tests of policies, health check
+    // node ports and routed addresses look at what becomes of such packets.
+    let elsewhere = |(set, rule): &&(String, String)| {
+        set.contains("-LOCAL")
+            || set.contains("-HEALTH-CHECK-")
+            || rule.contains("-A KUBE-IPVS-ROUTE ")
+    };
+    let missed: Vec<_> = all
+        .difference(&seen)
+        .filter(|met| !elsewhere(met))
+        .collect();
     assert!(
         missed.is_empty() && all.len() >= 20,
         "never met: {missed:#?} of {}",

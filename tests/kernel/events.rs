@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 
 use tests::daemon::{Daemon, Manifests, service, slice};
 use tests::strace::Trace;
-use tests::tap::Tap;
+use tests::tap::{Asked, Tap};
 use tests::topology::{NODE, Topology, pod_addresses};
 use tests::traffic::{Client, HeldConnection};
 
@@ -126,17 +126,25 @@ fn one_endpoint_costs_one_message_a_virtual_server() {
         .map(|server| held_at(&topology, server, "pod0"))
         .collect();
     let programs = trace.started();
-    let mut change = |what: &str, endpoints: &[Endpoint], expected: Vec<String>| {
+    let mut change = |what: &str, endpoints: &[Endpoint], mut expected: Vec<String>| {
         cluster.set(endpoints);
-        let asked = tap.until(expected.last().unwrap());
+        // Each node adds real servers in an order of its own.
+        let mut asked: Vec<Asked> = Vec::new();
+        for text in &expected {
+            if !asked.iter().any(|asked| asked.text == *text) {
+                asked.extend(tap.until(text));
+            }
+        }
         let texts = asked.into_iter().map(|asked| asked.text);
         // A draining real server is looked at every three seconds.
         let drains = endpoints.len() == 1 || expected.iter().any(|text| text.contains("SET_DEST"));
-        let texts: Vec<_> = texts
+        let mut texts: Vec<_> = texts
             .filter(|text| !(drains && text.starts_with("ipvs GET_DEST")))
             // What is looked at each second, of the same cost whatever changes.
             .filter(|text| text != "ipset LIST" && !text.starts_with("ipvs GET_SERVICE "))
             .collect();
+        texts.sort_unstable();
+        expected.sort_unstable();
         assert_eq!(texts, expected, "{what}");
         assert_eq!(trace.started(), programs, "{what}");
         for held in &mut held {

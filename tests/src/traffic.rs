@@ -7,7 +7,7 @@ use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use nix::sys::socket::{
@@ -19,7 +19,8 @@ use nix::sys::time::{TimeVal, TimeValLike};
 /// Longer than the first two retransmissions of a SYN (after 1 s and 3 s): what fails after it is no lost packet.
 pub const TIMEOUT: Duration = Duration::from_secs(4);
 
-/// A TCP and a UDP server on one port, for both families, until dropped. Open connections outlive it.
+/// A TCP and a UDP server on one port, for both families, until dropped: then the port is closed. Open connections
+/// outlive it.
 ///
 /// A request that starts with `GET` gets an HTTP response with the line `NAME PEER`; `HOLD` gets that line and then every
 /// further line back; a UDP datagram gets it as a datagram.
@@ -28,6 +29,7 @@ pub struct Server {
     tcp: Arc<TcpListener>,
     udp: Arc<UdpSocket>,
     stopped: Arc<AtomicBool>,
+    threads: [Option<JoinHandle<()>>; 2],
 }
 
 impl Server {
@@ -40,7 +42,7 @@ impl Server {
         let udp = Arc::new(UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port))?);
         let stopped = Arc::new(AtomicBool::new(false));
         let (listener, stop, own) = (Arc::clone(&tcp), Arc::clone(&stopped), name.to_owned());
-        thread::spawn(move || {
+        let listening = thread::spawn(move || {
             while let Ok((stream, peer)) = listener.accept() {
                 if stop.load(Ordering::SeqCst) {
                     break;
@@ -51,7 +53,7 @@ impl Server {
             }
         });
         let (socket, stop, own) = (Arc::clone(&udp), Arc::clone(&stopped), name.to_owned());
-        thread::spawn(move || {
+        let answering = thread::spawn(move || {
             let mut buffer = [0; 64];
             while !stop.load(Ordering::SeqCst) {
                 // std's recv_from panics at the end that shutdown() makes, which has no address.
@@ -63,7 +65,12 @@ impl Server {
                 }
             }
         });
-        Ok(Self { tcp, udp, stopped })
+        Ok(Self {
+            tcp,
+            udp,
+            stopped,
+            threads: [Some(listening), Some(answering)],
+        })
     }
 }
 
@@ -73,6 +80,10 @@ impl Drop for Server {
         // Wakes the threads; for UDP it also reports that there is no peer.
         let _ = shutdown(self.tcp.as_raw_fd(), Shutdown::Both);
         let _ = shutdown(self.udp.as_raw_fd(), Shutdown::Both);
+        // They hold the sockets too: the ports are closed when they have ended, not before.
+        for thread in self.threads.iter_mut().filter_map(Option::take) {
+            let _ = thread.join();
+        }
     }
 }
 

@@ -133,9 +133,9 @@ fn a_pod_reaches_itself_through_its_own_service() {
 
 #[test]
 fn without_endpoints_a_service_refuses_at_once() {
-    let scene = Scene::start(3, &[CLUSTER_CIDR]);
+    let mut scene = Scene::start(3, &[CLUSTER_CIDR]);
     scene.manifests.write("web.yaml", &super::web_service());
-    // Another Service tells when the first is there: Services are applied in one order.
+    // Another Service tells when the file of the first was read.
     scene.manifests.write(
         "zz.yaml",
         &service("zz", &["10.96.9.9"], &[("tcp", "TCP", PORT, 0)]),
@@ -153,6 +153,8 @@ fn without_endpoints_a_service_refuses_at_once() {
         scene.await_servers("-t", vip, |servers| servers.is_empty());
         scene.await_servers("-u", vip, |servers| servers.is_empty());
     }
+    // Each VIP becomes an address of the node, and known to the rules, after its virtual servers are there.
+    scene.daemon.as_mut().unwrap().settle();
     let targets: Vec<SocketAddr> = vips().into_iter().chain(node_ports()).collect();
     let refused = |when: &str| {
         // All at once, for each TCP connection may take its second.

@@ -16,7 +16,7 @@ use ipvs_proxy_core::guard::{Listener, Needed};
 use ipvs_proxy_core::model::Change;
 use ipvs_proxy_core::op::{Dataplane, Op, Outcome};
 use ipvs_proxy_core::state::{Key, Role, State, serving_entries};
-use ipvs_proxy_dataplane::routers::routers;
+use ipvs_proxy_dataplane::routers::routers_and_broadcasts;
 use ipvs_proxy_netlink::Protocol;
 use tracing::warn;
 
@@ -50,9 +50,10 @@ impl Surroundings {
     /// Looks again; what changed.
     pub fn look(&mut self, now: Instant) -> Vec<Change> {
         let mut changes = Vec::new();
-        match routers() {
-            Ok(routers) => changes
-                .extend(self.need("routers", routers.into_iter().map(Needed::host).collect())),
+        match routers_and_broadcasts() {
+            Ok(hosts) => {
+                changes.extend(self.need("routes", hosts.into_iter().map(Needed::host).collect()));
+            }
             Err(error) => self.tell(format!("the node's routes can't be listed: {error}")),
         }
         let files = RESOLVERS.iter().filter_map(|path| {
@@ -314,7 +315,7 @@ mod tests {
         ];
         surroundings.note(&Change::Needed(API_SERVER.into(), of_api_server.into()));
         let router = [Needed::host(ip("192.0.2.3"))];
-        surroundings.note(&Change::Needed("routers".into(), router.into()));
+        surroundings.note(&Change::Needed("routes".into(), router.into()));
         surroundings.free(&mut kernel);
         let server = |address| {
             Key::VirtualServer(VirtualServerKey::Address {

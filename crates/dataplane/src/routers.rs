@@ -1,20 +1,23 @@
-//! The next hops of the node's routes.
+//! Addresses that the node's routes show to be other hosts' or no host's.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use ipvs_proxy_netlink::{Error, Family, Request, Socket, Subsystem};
 use netlink_packet_core::{Emitable, Parseable};
-use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteVia};
+use netlink_packet_route::route::{
+    RouteAddress, RouteAttribute, RouteMessage, RouteType, RouteVia,
+};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 
-/// The routers through which routes of all tables lead, IPv6 link-local ones aside.
+/// The routers through which routes of all tables lead, IPv6 link-local ones aside, and the broadcast addresses of the links
+/// (`RTN_BROADCAST`, <linux/rtnetlink.h>).
 ///
 /// # Errors
 /// If the routes can't be listed.
-pub fn routers() -> Result<BTreeSet<IpAddr>, Error> {
+pub fn routers_and_broadcasts() -> Result<BTreeSet<IpAddr>, Error> {
     let mut socket = Socket::open(Subsystem::Route)?;
-    let mut routers = BTreeSet::new();
+    let mut addresses = BTreeSet::new();
     for family in Family::ALL {
         let mut message = RouteMessage::default();
         message.header.address_family = match family {
@@ -34,14 +37,24 @@ pub fn routers() -> Result<BTreeSet<IpAddr>, Error> {
             let Ok(route) = RouteMessage::parse(&answer) else {
                 continue;
             };
-            routers.extend(gateways(&route.attributes));
+            addresses.extend(gateways(&route.attributes));
+            if route.header.kind == RouteType::Broadcast {
+                addresses.extend(destination(&route.attributes));
+            }
         }
     }
-    routers.retain(|router| match router {
+    addresses.retain(|address| match address {
         IpAddr::V4(v4) => !v4.is_unspecified(),
         IpAddr::V6(v6) => !v6.is_unicast_link_local() && !v6.is_unspecified(),
     });
-    Ok(routers)
+    Ok(addresses)
+}
+
+fn destination(attributes: &[RouteAttribute]) -> Option<IpAddr> {
+    attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Destination(RouteAddress::Inet(v4)) => Some((*v4).into()),
+        _ => None,
+    })
 }
 
 fn gateways(attributes: &[RouteAttribute]) -> Vec<IpAddr> {

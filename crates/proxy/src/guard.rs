@@ -81,7 +81,7 @@ pub enum Cause {
     Endpoint,
     /// The node needs that port of the address: of the API server, of a resolver.
     Needed,
-    /// The node needs the address: of the API server, another node, a router, a resolver. Its ports are served without it.
+    /// The node needs the address: of the API server, another node, a router, a resolver, a link's broadcasts. Its ports are served without it.
     Routed,
     /// A process of the node listens there.
     Listener,
@@ -126,7 +126,7 @@ impl fmt::Display for Cause {
             Cause::Endpoint => "is the address of an endpoint",
             Cause::Needed => "is a port that the node needs (of the API server or a resolver)",
             Cause::Routed => {
-                "is an address that the node needs (of the API server, another node, a router or a resolver)"
+                "is an address that the node needs (of the API server, another node, a router, a resolver or a link's broadcasts)"
             }
             Cause::Listener => {
                 "is a port of the node on which a process listens (--keep-node-listeners=false gives it away)"

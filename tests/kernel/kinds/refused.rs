@@ -1,7 +1,7 @@
 //! Addresses that no Service takes from whom they belong to, and a Service that asks for more than it may have.
 
 use std::fmt::Write as _;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use tests::daemon::{binary, service, wait_until, wait_up_to};
@@ -236,6 +236,32 @@ fn a_router_stays_a_router_and_a_node_that_was_cut_off_frees_itself() {
         scene.members("KUBE-6-IPVS-ROUTED").len() == 2
     });
     assert_served(&scene, "with objects");
+}
+
+/// The broadcast address of a link stays one, whatever a Service asks for.
+#[test]
+fn a_broadcast_address_stays_one() {
+    let mut scene = Scene::new(1);
+    let IpAddr::V4(bridge) = BRIDGE[0] else {
+        panic!("{BRIDGE:?}")
+    };
+    let broadcast = IpAddr::V4(bridge | Ipv4Addr::new(0, 0, 0, 255));
+    scene
+        .manifests
+        .write("web.yaml", &web(&external(&[broadcast.to_string()])));
+    scene.endpoints(&[0]);
+    scene.launch(&[]);
+    scene.await_servers("-t", SocketAddr::new(broadcast, PORT), &[(0, 1)]);
+    wait_until("it is told", || {
+        let log = scene.daemon.as_ref().unwrap().log();
+        log.contains("is an address that the node needs")
+    });
+    scene.daemon.as_mut().unwrap().settle();
+    assert!(!scene.addresses("kube-ipvs0").contains(&broadcast));
+    let node = scene.topology.node();
+    let route = node.tool(&format!("ip route get {broadcast}"));
+    assert!(route.starts_with("broadcast"), "{route}");
+    assert_eq!(scene.members("KUBE-IPVS-ROUTED").len(), 2);
 }
 
 /// A pod's address, one of the pods' networks, and a port of the node's own on which it listens.

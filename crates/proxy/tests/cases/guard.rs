@@ -179,7 +179,7 @@ fn an_address_that_the_node_needs_is_routed_by_mark() {
         assert_eq!(
             told[0].to_string(),
             "Service ns1/svc1: status.loadBalancer.ingress 192.0.2.7 is an address that the node needs (of the API server, another \
-             node, a router or a resolver): its ports are served, but it is not made local to the node, so are 1 more"
+             node, a router, a resolver or a link's broadcasts): its ports are served, but it is not made local to the node, so are 1 more"
         );
         // A port that it needs there is not taken from it.
         w.put(Change::Needed(

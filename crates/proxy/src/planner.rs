@@ -10,7 +10,7 @@
 //! until there is none. So an op is only ever given out once what it rests on is known to be in
 //! the kernel, and when that failed, it waits instead of attracting packets that nobody serves.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
@@ -26,6 +26,7 @@ use crate::plan::{self, Config};
 use crate::state::{Key, Set, State, Value};
 
 mod claims;
+mod dirty;
 mod drains;
 mod failures;
 mod health;
@@ -39,6 +40,7 @@ pub use claims::{Conflict, Takeover};
 pub use drains::{DrainNews, DrainStep};
 
 use claims::{Planned, Record};
+use dirty::Dirty;
 use drains::{Drains, is_udp};
 use failures::Failures;
 use health::HealthPorts;
@@ -57,8 +59,6 @@ const ADDRESSES: usize = 400;
 /// [`REST`].
 const LARGE: usize = 10_000;
 const REST: Duration = Duration::from_secs(1);
-/// How many virtual servers and real servers are planned before ops are given out for them.
-const PLANNED_AT_ONCE: usize = 50_000;
 /// How long after its weight went to 0, and how often from then on, a draining real server is
 /// asked for its connections.
 const POLL: Duration = Duration::from_secs(3);
@@ -85,11 +85,9 @@ pub struct Planner {
     links_awaited: bool,
     cluster: Cluster,
     base: State,
-    dirty: BTreeSet<ObjectName>,
-    /// Of the dirty ones, those that are [large](LARGE).
-    large: BTreeSet<ObjectName>,
-    /// When large ones were planned last.
-    planned: BTreeMap<ObjectName, Instant>,
+    dirty: Dirty,
+    /// Keys of large Services that are still to be marked.
+    marking: VecDeque<(Group, std::vec::IntoIter<Key>)>,
     ids: BTreeMap<ObjectName, ServiceId>,
     plans: BTreeMap<ServiceId, Planned>,
     next_id: ServiceId,
@@ -142,9 +140,8 @@ impl Planner {
             links_known: false,
             links_awaited: false,
             cluster: Cluster::default(),
-            dirty: BTreeSet::new(),
-            large: BTreeSet::new(),
-            planned: BTreeMap::new(),
+            dirty: Dirty::default(),
+            marking: VecDeque::new(),
             ids: BTreeMap::new(),
             plans: BTreeMap::new(),
             next_id: 0,
@@ -338,14 +335,25 @@ impl Planner {
     ///
     /// A round is bounded, however much one Service needs: news can be taken in between two rounds, and goes first.
     pub fn next(&mut self, now: Instant) -> Vec<Op> {
-        self.wake(now);
         loop {
-            let more = self.replan_some(now);
-            let round = self.round(now);
+            let (round, more) = self.next_or_more(now);
             if !round.is_empty() || !more {
                 return round;
             }
         }
+    }
+
+    /// The next round of ops, which is empty also when none is known yet; then there is more to find out.
+    pub(crate) fn next_or_more(&mut self, now: Instant) -> (Vec<Op>, bool) {
+        self.wake(now);
+        let more = self.replan_some(now);
+        (self.round(now), more)
+    }
+
+    /// Whether Services wait to be planned, so that what nobody claims now may be claimed in a moment. Large ones may wait
+    /// for longer, and count not.
+    fn is_behind(&self) -> bool {
+        !self.dirty.is_empty()
     }
 
     fn round(&mut self, now: Instant) -> Vec<Op> {
@@ -382,6 +390,9 @@ impl Planner {
 
     /// The ops of a group's first phase that has any, as far as they may cost.
     fn ops_of(&mut self, group: Group, left: &mut usize, now: Instant) -> Vec<(Place, Group, Op)> {
+        if self.is_marking(group) {
+            return Vec::new();
+        }
         loop {
             let (mut settled, mut moved, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
             let mut ops: Vec<(Place, Group, Op)> = Vec::new();
@@ -501,9 +512,10 @@ impl Planner {
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         let retries = self.failures.next_end().into_iter();
-        let plans = self.large.iter().filter_map(|name| self.planned.get(name));
-        let plans = plans.map(|at| *at + REST);
-        retries.chain(plans).chain(self.drains.next()).min()
+        retries
+            .chain(self.dirty.next_large())
+            .chain(self.drains.next())
+            .min()
     }
 
     /// The keys whose ops fail, and since when.
@@ -741,9 +753,7 @@ impl Planner {
         self.set_applied(key, None);
         let Key::VirtualServer(vs) = key else { return };
         self.reached.remove(&vs);
-        let children: Vec<Key> = self.real_servers.of(vs).collect();
-        for child in children {
-            self.set_applied(child, None);
+        for child in self.real_servers.remove(vs) {
             if let Key::RealServer(vs, rs) = child {
                 self.end_drain(vs, rs, false);
             }

@@ -52,8 +52,8 @@ impl Planner {
         for (key, rules) in &unread {
             kernel.read_rules(*key, rules);
         }
-        let ops = self.next(now);
-        step.rests = ops.is_empty() && unread.is_empty();
+        let (ops, more) = self.next_or_more(now);
+        step.rests = ops.is_empty() && unread.is_empty() && !more;
         let outcomes = kernel.apply(&ops);
         let results: Vec<(Op, Outcome)> = ops.into_iter().zip(outcomes).collect();
         self.commit(results.iter().cloned(), clock());

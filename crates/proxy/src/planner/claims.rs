@@ -3,14 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
 
 use ipvs_netlink::VirtualServerKey;
 
-use super::{
-    API_SERVER, FIRST_OTHER, Group, LARGE, PLANNED_AT_ONCE, Planner, REST, ServiceId, UNCLAIMED,
-    real_servers,
-};
+use super::{API_SERVER, FIRST_OTHER, Group, Planner, ServiceId, UNCLAIMED, real_servers};
 use crate::model::{ObjectName, Service};
 use crate::plan;
 use crate::state::{
@@ -235,9 +231,23 @@ pub(super) fn differing<'a>(
 
 impl Planner {
     /// The conflicts that came up since the last call: virtual servers that a Service claims and
-    /// another has, or had until now.
+    /// another has. None while Services wait to be planned, of which one may give up what another gets.
     pub fn take_conflicts(&mut self) -> BTreeSet<Conflict> {
-        std::mem::take(&mut self.conflicts)
+        if self.is_behind() {
+            return BTreeSet::new();
+        }
+        let mut conflicts = std::mem::take(&mut self.conflicts);
+        let stands = |conflict: &Conflict| {
+            let key = Key::VirtualServer(conflict.key);
+            let loser = self
+                .ids
+                .get(&conflict.loser)
+                .and_then(|id| self.plans.get(id));
+            self.owner(&key) == Some(&conflict.winner)
+                && loser.is_some_and(|planned| planned.get(&key).is_some())
+        };
+        conflicts.retain(stands);
+        conflicts
     }
 
     /// The virtual servers that went from one Service to another since the last call, because the
@@ -259,70 +269,7 @@ impl Planner {
             .map(|planned| &planned.name)
     }
 
-    /// Plans every dirty Service and marks what differs from its last plan.
-    pub(super) fn replan(&mut self) {
-        self.dirty.append(&mut self.large);
-        while let Some(name) = self.dirty.pop_first() {
-            self.replan_one(name);
-        }
-    }
-
-    /// Plans dirty Services up to a bound, a [large](LARGE) one only when no other is dirty; whether there are more that
-    /// may be planned now.
-    pub(super) fn replan_some(&mut self, now: Instant) -> bool {
-        let mut planned = 0;
-        while let Some(name) = self.dirty.pop_first() {
-            let size = self.size(&name);
-            if size > LARGE {
-                self.large.insert(name);
-                continue;
-            }
-            self.planned.remove(&name);
-            self.replan_one(name);
-            planned += size;
-            if planned > PLANNED_AT_ONCE {
-                return true;
-            }
-        }
-        let rested = |name: &&ObjectName| {
-            let last = self.planned.get(name);
-            last.is_none_or(|last| *last + REST <= now)
-        };
-        let mut due = self.large.iter().filter(rested);
-        let (next, more) = (due.next().cloned(), due.next().is_some());
-        if let Some(name) = next {
-            self.large.remove(&name);
-            self.planned.insert(name.clone(), now);
-            self.replan_one(name);
-        }
-        more
-    }
-
-    /// About how many virtual servers and real servers a Service has.
-    fn size(&self, name: &ObjectName) -> usize {
-        let Some(service) = self.cluster.get(name) else {
-            return 0;
-        };
-        let node_ports = match service.ports.iter().any(|port| port.node_port.is_some()) {
-            true => self.node.addresses.len(),
-            false => 0,
-        };
-        let vips = [
-            service.cluster_ips.len(),
-            service.external_ips.len(),
-            service.load_balancer_ips.len(),
-            node_ports,
-        ];
-        let vips = vips.iter().sum::<usize>().max(1);
-        let endpoints = self
-            .cluster
-            .slices_of(name)
-            .map(|slice| slice.endpoints.len());
-        let servers = service.ports.len().saturating_mul(vips);
-        servers.saturating_mul(endpoints.sum::<usize>().max(1))
-    }
-
-    fn replan_one(&mut self, name: ObjectName) {
+    pub(super) fn replan_one(&mut self, name: ObjectName) {
         let mut service = self.cluster.get(&name);
         let waiting = service
             .filter(|s| self.links_awaited && s.is_external())
@@ -360,7 +307,7 @@ impl Planner {
             old.into_iter().flat_map(Planned::items),
             items.iter().map(|(key, value)| (key, value)),
         );
-        let mut marks: BTreeSet<Key> = touched.iter().map(|t| t.key).collect();
+        let mut marks: Vec<Key> = touched.iter().map(|t| t.key).collect();
         let had = |key: &Key| old.is_some_and(|planned| planned.get(key).is_some());
         let has = |key: &Key| items.binary_search_by(|(new, _)| new.cmp(key)).is_ok();
         // It may come by a virtual server in another way than before, when an entry that owns it came or went.
@@ -422,9 +369,10 @@ impl Planner {
         for key in &came {
             self.held.remove(key);
         }
-        for key in marks {
-            self.mark(key, group);
-        }
+        // A few sorted runs.
+        marks.sort();
+        marks.dedup();
+        self.mark_all(marks, group);
     }
 
     /// Who has a key, and whether this Service claims it.

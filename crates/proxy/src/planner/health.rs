@@ -125,7 +125,9 @@ impl Planner {
             let answer = match (first, told) {
                 (None, None) => continue,
                 (None, Some(_)) => None,
-                (Some((id, planned)), _) if !self.pending.has(self.group(id)) => {
+                (Some((id, planned)), _)
+                    if !self.pending.has(self.group(id)) && !self.is_marking(self.group(id)) =>
+                {
                     Some(planned.clone())
                 }
                 (Some((_, planned)), told) => {

@@ -112,6 +112,7 @@ impl Planner {
     pub(super) fn may(&self, op: &Op) -> bool {
         let there = |key: Key| self.applied(&key).is_some();
         match op {
+            _ if self.is_behind() && self.gives_up(op) => false,
             Op::Add(Key::Rules(family, _), _) => Set::all(*family).all(|set| there(Key::Set(set))),
             Op::Add(Key::Entry(set, entry), _) => {
                 self.applied(&Key::Set(*set)) == Some(&Value::Present)
@@ -177,6 +178,17 @@ impl Planner {
                 }),
             },
             _ => true,
+        }
+    }
+
+    /// Whether an op takes away what a Service that is yet to be planned may keep.
+    fn gives_up(&self, op: &Op) -> bool {
+        match op {
+            Op::Remove(Key::RealServer(vs, _)) | Op::Update(Key::RealServer(vs, _), _) => {
+                self.claimed(&Key::VirtualServer(*vs)).is_none()
+            }
+            Op::Remove(_) => true,
+            Op::Add(..) | Op::Update(..) => false,
         }
     }
 

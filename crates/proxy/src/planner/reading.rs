@@ -196,7 +196,6 @@ impl Planner {
 
     /// Takes in what was read at these keys, and marks them if they need an op.
     pub fn adopt(&mut self, keys: &BTreeSet<Key>, read: &State, now: Instant) {
-        self.replan();
         for key in keys {
             // It failed for what was there before.
             self.failures.remove(key);

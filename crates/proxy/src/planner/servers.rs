@@ -48,6 +48,12 @@ impl RealServers {
         servers.map(move |(rs, _)| Key::RealServer(vs, *rs))
     }
 
+    /// Forgets the real servers of a virtual server; their keys.
+    pub(super) fn remove(&mut self, vs: VirtualServerKey) -> impl Iterator<Item = Key> + use<> {
+        let servers = self.0.remove(&vs).unwrap_or_default().into_iter();
+        servers.map(move |(rs, _)| Key::RealServer(vs, rs))
+    }
+
     /// How many real servers a virtual server has.
     pub(super) fn count(&self, vs: &VirtualServerKey) -> usize {
         self.0.get(vs).map_or(0, Vec::len)

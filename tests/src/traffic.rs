@@ -29,7 +29,7 @@ pub struct Server {
     tcp: Arc<TcpListener>,
     udp: Arc<UdpSocket>,
     stopped: Arc<AtomicBool>,
-    threads: [Option<JoinHandle<()>>; 2],
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl Server {
@@ -69,7 +69,7 @@ impl Server {
             tcp,
             udp,
             stopped,
-            threads: [Some(listening), Some(answering)],
+            threads: vec![listening, answering],
         })
     }
 }
@@ -81,7 +81,7 @@ impl Drop for Server {
         let _ = shutdown(self.tcp.as_raw_fd(), Shutdown::Both);
         let _ = shutdown(self.udp.as_raw_fd(), Shutdown::Both);
         // They hold the sockets too: the ports are closed when they have ended, not before.
-        for thread in self.threads.iter_mut().filter_map(Option::take) {
+        for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
     }

@@ -351,7 +351,7 @@ impl Planner {
     }
 
     /// Whether Services wait to be planned, so that what nobody claims now may be claimed in a moment. Large ones may wait
-    /// for longer, and count not.
+    /// for longer and do not count.
     fn is_behind(&self) -> bool {
         !self.dirty.is_empty()
     }

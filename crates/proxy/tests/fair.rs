@@ -169,6 +169,24 @@ fn what_passes_from_thousands_of_services_to_others_stays() {
     }
 }
 
+/// What is held back while Services wait to be planned goes, also when a reading of the kernel planned them all at once.
+#[test]
+fn what_was_held_back_goes_after_a_reading() {
+    let mut world = World::new();
+    for n in 0..2000_u32 {
+        let address = format!("10.21.{}.{}", n >> 8, n & 255);
+        world.put(service(&format!("s{n}")).cluster_ip(&address).tcp(80));
+    }
+    world.settle();
+    // Nothing comes of these, which wait for longer.
+    (0..1900).for_each(|n| world.put(slice(&format!("s{n}")).tcp(80)));
+    (1900..2000).for_each(|n| world.no_service(&format!("s{n}")));
+    assert_eq!(words(&step(&mut world)), Vec::<String>::new());
+    let wanted = world.planner.desired();
+    while !step(&mut world).rests {}
+    assert_eq!(world.kernel.state, wanted);
+}
+
 /// How many ops of a kind each step carries out until there is nothing left to do, steps without any left out.
 fn rounds_of(world: &mut World, kind: fn(&Key) -> bool) -> Vec<usize> {
     let mut rounds = Vec::new();

@@ -369,8 +369,7 @@ impl Planner {
         for key in &came {
             self.held.remove(key);
         }
-        // A few sorted runs.
-        marks.sort();
+        marks.sort(); // cheap: a few sorted runs
         marks.dedup();
         self.mark_all(marks, group);
     }

@@ -27,7 +27,7 @@ pub(super) struct Dirty {
     calls: u32,
     /// Those that are [large](LARGE).
     large: BTreeSet<ObjectName>,
-    /// When large ones were planned last.
+    /// When large ones were planned last, for as long as it counts.
     planned: BTreeMap<ObjectName, Instant>,
 }
 
@@ -71,6 +71,7 @@ impl Dirty {
         let mut due = self.large.iter().filter(rested);
         let (next, alone) = (due.next()?.clone(), due.next().is_none());
         self.large.remove(&next);
+        self.planned.retain(|_, last| *last + REST > now);
         self.planned.insert(next.clone(), now);
         Some((next, alone))
     }
@@ -86,6 +87,8 @@ impl Planner {
             self.replan_one(name);
         }
         while self.mark_some() {}
+        // What was held back may go.
+        self.pending.moved();
     }
 
     /// Plans some dirty Services, a [large](LARGE) one only when no other is dirty, and marks keys of large ones; whether there
@@ -103,7 +106,6 @@ impl Planner {
                 self.dirty.large.insert(name);
                 continue;
             }
-            self.dirty.planned.remove(&name);
             self.replan_one(name);
             left = left.saturating_sub(size + EACH);
         }
